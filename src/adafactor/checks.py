@@ -1,0 +1,110 @@
+"""What hyper-parameters, parameters and gradients may be: each check raises an error with the rule and the value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A schedule that ends at 0 may land on a negative rounding error (LinearLR to 0 does): it means 0.
+_ROUNDING_OF_ZERO = 1e-12
+
+
+def is_number(value: Any) -> bool:
+    """Whether value is a real number, of Python's or numpy's kind, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def learning_rate(name: str, value: Any, *, finite: bool = True) -> float | Tensor:
+    """A number >= 0, or a one-element tensor.
+
+    A tensor on the CPU is read here. One on an accelerator is returned as it is, since reading it would wait for the
+    device: its value is the caller's to keep in range.
+    """
+    rule = f"{name} should be a {'finite ' if finite else ''}number >= 0 or a tensor of one element"
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{rule}, got a tensor of shape {tuple(value.shape)}")
+        if value.device.type != "cpu":
+            return value
+        value = value.item()
+    if not is_number(value) or not value >= -_ROUNDING_OF_ZERO or (finite and value == inf):
+        raise ValueError(f"{rule}, got {value!r}")
+    return max(float(value), 0.0)
+
+
+def at_least_zero(name: str, value: Any) -> float:
+    """A finite number >= 0."""
+    if not is_number(value) or not 0 <= value < inf:
+        raise ValueError(f"{name} should be a finite number >= 0, got {value!r}")
+    return float(value)
+
+
+def decay_exponent(name: str, value: Any) -> float:
+    """A finite number <= 0: 1 - beta2 is t to this power."""
+    if not is_number(value) or not -inf < value <= 0:
+        raise ValueError(f"{name} should be a finite number <= 0, got {value!r}")
+    return float(value)
+
+
+def threshold(name: str, value: Any) -> float | None:
+    """A number > 0, or None for no clipping."""
+    if value is not None and not (is_number(value) and value > 0):
+        raise ValueError(f"{name} should be > 0 or None, got {value!r}")
+    return None if value is None else float(value)
+
+
+def momentum(name: str, value: Any) -> float | None:
+    """A number in [0, 1), or None. 0 is no momentum, so it is None too and keeps no buffer."""
+    if value is not None and not (is_number(value) and 0 <= value < 1):
+        raise ValueError(f"{name} should be in [0, 1) or None, got {value!r}")
+    return float(value) if value else None
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} should be True or False, got {value!r}")
+    return value
+
+
+def epsilons(name: str, value: Any, *, none: bool) -> tuple[float | None, float]:
+    """A pair of finite numbers >= 0; with none=True the first may be None."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{name} should be a pair (epsilon1, epsilon2), got {value!r}")
+    eps1 = None if none and value[0] is None else at_least_zero(f"{name}[0]", value[0])
+    return eps1, at_least_zero(f"{name}[1]", value[1])
+
+
+def label(group: Mapping[str, Any], index: int, position: int) -> str:
+    """How messages name a parameter: by its name where it has one, and by its place."""
+    names = group.get("param_names")
+    name = f" ({names[position]})" if names else ""
+    return f"parameter {position} of group {index}{name}"
+
+
+def parameter(p: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
+    """Refuse a parameter that Adafactor is not defined for, or not yet: anything but a dense tensor of real floats."""
+    if p.is_floating_point() and p.layout is torch.strided and not hasattr(p, "device_mesh"):
+        return
+    where = label(group, index, position)
+    if p.is_complex():
+        raise ValueError(f"{where} should be real, got {p.dtype}: optimize torch.view_as_real of it instead")
+    if not p.is_floating_point():
+        raise ValueError(f"{where} should have a floating-point dtype, got {p.dtype}")
+    if p.layout is not torch.strided:
+        raise ValueError(f"{where} should be a dense tensor, got layout {p.layout}: optimize its values instead")
+    raise ValueError(f"{where} should be a plain tensor, got a sharded {type(p).__name__}, which is not supported yet")
+
+
+def gradient(g: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
+    """Refuse a sparse gradient: the statistics of all its rows decay at every step, so that nothing would be saved."""
+    if g.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {label(group, index, position)} should be dense, got layout {g.layout}: "
+            "make the embedding with sparse=False, or set p.grad = p.grad.to_dense() before the step"
+        )

@@ -1,0 +1,108 @@
+"""The Adafactor of ``torch.optim``: the class to put in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .. import checks, layouts
+from ..optimizer import BaseAdafactor
+from ..rule import Rule
+
+
+class Adafactor(BaseAdafactor):
+    r"""Adafactor with the arguments, defaults, trajectory and state of :class:`torch.optim.Adafactor`.
+
+    In the letters of :class:`adafactor.rule.Rule`, with n x m matrices in the last two dims::
+
+        t     <- t + 1
+        b      = t ^ beta2_decay
+        rho    = min(lr, 1 / sqrt t)
+        alpha  = rho max(eps2, rms(p))
+        R     <- R + b (row means of g^2 - R)
+        C     <- C + b (column means of g^2 - C)            fewer than two dims: V <- V + b (g^2 - V)
+        V      = R C / max(mean(R), eps1)
+        u      = g / max(sqrt V, eps1)
+        p     <- p - weight_decay lr p - alpha u / max(1, rms(u) / d)
+
+    Note:
+        Unlike the paper's, eps1 is a floor and no part of the statistics, and lr caps the relative step size and scales
+        the weight decay. Unlike torch's, statistics and arithmetic are float32 for bfloat16 and float16 parameters,
+        eps1=None is the machine epsilon of that arithmetic whatever the parameter's dtype, and a d below 1 or None and
+        an lr of inf (no cap) are taken. ``docs/deviations.md`` lists every difference.
+
+    Args:
+        params: tensors, (name, tensor) pairs, or dicts of them with options of their own.
+        lr: the largest relative step size: a number or a one-element tensor; with inf, 1 / sqrt t alone. With 0 nothing
+            moves.
+        beta2_decay: the exponent of 1 - beta2_t, at most 0.
+        eps: (eps1, eps2): the floor of the denominators, None for the machine epsilon; the smallest parameter scale.
+        d: the clipping threshold of rms(u), above 0; None for no clipping.
+        weight_decay: decoupled, times lr.
+        foreach: True steps all tensors at once with ``torch._foreach_*``, which takes memory for a copy of the
+            parameters; None and False step tensor by tensor.
+        maximize: whether to climb.
+        fused: None and False are plain PyTorch; there is no kernel yet, so True is refused.
+
+    Raises:
+        ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
+
+    Source: ``torch/optim/_adafactor.py`` of PyTorch 2.13.
+
+    >>> import torch
+    >>> from adafactor import Adafactor
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = Adafactor(model.parameters(), lr=1e-2)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    layout = layouts.TORCH
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float | None = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def rule(group: Mapping[str, Any]) -> Rule:
+        """What a step of the group computes. Raises a ValueError that names the argument, its rule and its value."""
+        eps1, eps2 = checks.epsilons("eps", group["eps"], none=True)
+        weight_decay = checks.at_least_zero("weight_decay", group["weight_decay"])
+        return Rule(
+            rho="capped",
+            lr=checks.learning_rate("lr", group["lr"], finite=weight_decay > 0),
+            scale=True,
+            eps1=eps1,
+            eps1_in="floor",
+            eps2=eps2,
+            tau=checks.decay_exponent("beta2_decay", group["beta2_decay"]),
+            d=checks.threshold("d", group["d"]),
+            beta1=None,
+            weight_decay=weight_decay,
+            decay_by="lr",
+            maximize=checks.flag("maximize", group["maximize"]),
+        )

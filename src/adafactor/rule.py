@@ -1,0 +1,180 @@
+"""Rule: what one group's step computes; and the table of step numbers made from rules and step counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""What a step computes, whatever the dialect. This is the algorithm::
+
+        t      <- t + 1
+        b      =  t ^ tau                                        1 - beta2_t
+        rho    =  lr | min(lr, 1/sqrt t) | min(1e-2, 1/sqrt t) | min(1e-6 t, 1/sqrt t)
+        alpha  =  rho max(eps2, rms(p))                          rho alone without parameter scale
+        R      <- R + b (mean over columns of |g|^2 + e - R)     e = eps1 in the statistics, else 0
+        C      <- C + b (mean over rows    of |g|^2 + e - C)     without factors: V <- V + b (|g|^2 + e - V)
+        V      =  R C / max(mean(C), f)                          f = eps1 as a floor, else 0
+        u      =  g / max(sqrt V, f)                             0 where g = 0
+        u      <- alpha u / max(1, rms(u) / d)
+        u      <- m <- m + (1 - beta1) (u - m)                   only with momentum
+        p      <- p - lambda p - u                               lambda = weight_decay lr | weight_decay alpha
+
+    rms(x) is the root of the mean of squares over the whole tensor; rms(p) is taken before p changes; mean(C) = mean(R)
+    is over each matrix of a batch. With ``maximize``, -u. Where lr is 0, p stays as it is, whatever the rest says.
+    Arithmetic and R, C, V, m are in float32, for float64 parameters in float64; p is rounded once, at the end.
+
+    Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 to 6, as the existing implementations vary it.
+
+    Attributes:
+        rho: which of the four: "constant", "capped", "relative" or "warmup".
+        lr: the caller's learning rate. For "relative" and "warmup" only 0 says anything.
+        scale: whether alpha is scaled by the parameter.
+        eps1: None is the machine epsilon of the dtype that the arithmetic runs in.
+        eps1_in: whether eps1 is added into the statistics or is the floor of mean(C) and of sqrt V.
+        eps2: the smallest parameter scale.
+        tau: the exponent of 1 - beta2_t, at most 0.
+        d: the clipping threshold of rms(u); None is no clipping.
+        beta1: None is no momentum.
+        weight_decay: times lr or alpha, see decay_by.
+        decay_by: what weight_decay is multiplied by.
+        maximize: whether to climb.
+    """
+
+    rho: Literal["constant", "capped", "relative", "warmup"]
+    lr: float | Tensor
+    scale: bool
+    eps1: float | None
+    eps1_in: Literal["floor", "statistics"]
+    eps2: float
+    tau: float
+    d: float | None
+    beta1: float | None
+    weight_decay: float
+    decay_by: Literal["lr", "alpha"]
+    maximize: bool = False
+
+    @property
+    def relative(self) -> bool:
+        """Whether the step size comes from the step count alone."""
+        return self.rho in ("relative", "warmup")
+
+    @property
+    def form(self) -> Form:
+        """The part of the rule that decides which operations run; tensors of one form share a batch."""
+        return Form(self.rho, self.scale, self.beta1 is not None, self.decay_by if self.weight_decay else None)
+
+    def step_size(self, t: float) -> float:
+        """rho at step t, as a float. t below 1 counts as 1, the step to come. Reads lr where it is a tensor."""
+        lr = torch.as_tensor(self.lr, dtype=torch.float64, device="cpu")
+        return float(_rho(self.rho, lr, torch.tensor(max(t, 1.0), dtype=torch.float64)))
+
+
+class Form(NamedTuple):
+    """Which operations a step needs."""
+
+    rho: str
+    scale: bool
+    momentum: bool
+    decay: Literal["lr", "alpha"] | None
+
+
+class Numbers(NamedTuple):
+    """The table of step numbers: each a vector with one entry for each tensor, in the arithmetic's dtype and device.
+
+    Letters as in Rule; ``added`` is e; ``floor`` is f, but never 0; ``cap`` is 1/f, the largest inverse root, but
+    finite; ``decay`` is lambda, still to be multiplied by alpha where the form says so; ``d`` is inf for no clipping;
+    ``sign`` is -1 to climb; ``keep1`` is 1 - beta1; ``still`` marks tensors whose lr is 0, and is None where the host
+    knows that there are none.
+    """
+
+    b: Tensor
+    rho: Tensor
+    added: Tensor
+    floor: Tensor
+    cap: Tensor
+    eps2: Tensor
+    d: Tensor
+    decay: Tensor
+    keep1: Tensor
+    sign: Tensor
+    still: Tensor | None
+
+
+def numbers(rules: Sequence[Rule], t: Tensor, dtype: torch.dtype, device: torch.device) -> Numbers:
+    """The step numbers of tensors under rules of one form.
+
+    A few vector operations, in float64 and then rounded once to dtype; no accelerator is waited for.
+
+    Args:
+        rules: the rule of each of k tensors.
+        t: [k] the step count of each, this step included, on the CPU.
+        dtype: what the arithmetic runs in.
+        device: where the tensors are.
+    """
+    limits = torch.finfo(dtype)
+    rows = {rule: _row(rule, limits.eps) for rule in dict.fromkeys(rules)}
+    table = torch.tensor([rows[rule] for rule in rules], dtype=torch.float64)
+    t = t.double()
+    still: Tensor | None = None
+    if any(isinstance(rule.lr, Tensor) for rule in rules):
+        # MPS has no float64.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        table, t = (x.to(device, wide, non_blocking=True) for x in (table, t))
+        lr = torch.stack([torch.as_tensor(rule.lr, dtype=wide, device=device).reshape(()) for rule in rules])
+        still = lr == 0
+    else:
+        lr = table[:, 0]
+        if any(rule.lr == 0 for rule in rules):
+            still = lr == 0
+    _, tau, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind(1)
+    form = rules[0].form
+    columns = [
+        t**tau,
+        _rho(form.rho, lr, t),
+        added,
+        floor.clamp(min=limits.tiny),
+        floor.reciprocal().clamp(max=limits.max),
+        eps2,
+        d,
+        # Rounded as torch rounds it, which multiplies by 1 - lambda: over many steps the difference adds up.
+        1 - (1 - weight_decay * lr).to(dtype).to(weight_decay.dtype) if form.decay == "lr" else weight_decay,
+        keep1,
+        sign,
+    ]
+    if still is not None:
+        still = still.to(device, non_blocking=True)
+    ready = (column.to(dtype).to(device, non_blocking=True) for column in columns)
+    return Numbers(*ready, still)  # type: ignore[call-arg]  # the columns are all of Numbers but the last
+
+
+def _row(rule: Rule, machine_eps: float) -> tuple[float, ...]:
+    eps1 = machine_eps if rule.eps1 is None else rule.eps1
+    in_statistics = rule.eps1_in == "statistics"
+    return (
+        0.0 if isinstance(rule.lr, Tensor) else rule.lr,
+        rule.tau,
+        eps1 if in_statistics else 0.0,
+        0.0 if in_statistics else eps1,
+        rule.eps2,
+        inf if rule.d is None else rule.d,
+        rule.weight_decay,
+        1.0 if rule.beta1 is None else 1.0 - rule.beta1,
+        -1.0 if rule.maximize else 1.0,
+    )
+
+
+def _rho(kind: str, lr: Tensor, t: Tensor) -> Tensor:
+    if kind == "constant":
+        return lr
+    root = t.rsqrt()
+    if kind == "capped":
+        return torch.minimum(lr, root)
+    return torch.clamp(root, max=1e-2) if kind == "relative" else torch.minimum(1e-6 * t, root)
