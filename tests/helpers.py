@@ -1,0 +1,56 @@
+"""What several test files share: parameters with gradients, trajectories, and the tolerance that peers are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+DATA = Path(__file__).parent / "data"
+
+
+def parameters(values: Iterable[Tensor], dtype: torch.dtype | None = None) -> list[Parameter]:
+    """Fresh parameters with copies of the values."""
+    return [Parameter(value.detach().clone().to(dtype or value.dtype)) for value in values]
+
+
+def trajectory(
+    optimizer: torch.optim.Optimizer, params: Sequence[Parameter], steps: Sequence[Sequence[Tensor]]
+) -> list[list[Tensor]]:
+    """The parameters after each step; steps[t][i] is the gradient of params[i]."""
+    path = []
+    for grads in steps:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.detach().clone().to(p.dtype)
+        optimizer.step()
+        path.append([p.detach().clone() for p in params])
+    return path
+
+
+def assert_same_path(ours: list[Tensor], peers: list[Tensor], start: Tensor) -> None:
+    """2e-6 of the total movement for the order of float32 sums, and 6 float32 roundings of the parameter."""
+    movement = max(float((theirs - start).abs().max()) for theirs in peers)
+    for t, (mine, theirs) in enumerate(zip(ours, peers, strict=True), start=1):
+        tolerance = 2e-6 * movement + 6 * 2**-24 * float(theirs.abs().max())
+        error = float((mine - theirs).abs().max())
+        assert error <= tolerance, f"step {t}: off by {error:.3g}, allowed {tolerance:.3g}"
+
+
+def random_steps(
+    shapes: Sequence[tuple[int, ...]], count: int, seed: int = 0
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Starting values of about 0.1, and count gradients for each, with structure by rows and columns and over time."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def gradient(shape: tuple[int, ...], t: int) -> Tensor:
+        g = torch.randn(shape, generator=draw) * 10 ** (-t / count)
+        for dim, size in enumerate(shape):
+            scale = torch.exp(torch.randn(size, generator=draw))
+            g = g * scale.reshape([-1 if i == dim else 1 for i in range(len(shape))])
+        return g
+
+    start = [0.1 * torch.randn(shape, generator=draw) for shape in shapes]
+    return start, [[gradient(shape, t) for shape in shapes] for t in range(count)]

@@ -1,0 +1,117 @@
+"""Every backend against the specification in float64: over shapes, dtypes and rules."""
+
+import pytest
+import torch
+from helpers import parameters, random_steps, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adafactor import Adafactor, reference
+from adafactor.backends import choose
+from adafactor.backends import foreach as foreach_backend
+from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
+
+RULES = [
+    (Adafactor, {"lr": 0.05}),
+    (Adafactor, {"lr": 0.05, "weight_decay": 0.1, "d": None, "maximize": True}),
+    (Adafactor, {"lr": 0.05, "eps": (1e-2, 1e-2), "d": 0.5}),
+    (TransformersAdafactor, {}),
+    (TransformersAdafactor, {"beta1": 0.9, "weight_decay": 0.1}),
+    (TransformersAdafactor, {"lr": 0.01, "relative_step": False, "scale_parameter": False, "beta1": 0.5}),
+]
+SHAPES = [(5, 8), (1, 9), (9, 1), (), (1,), (13,), (2, 3, 4), (64, 33), (3, 2, 2, 2)]
+
+
+def test_what_is_chosen():
+    """foreach=True asks for the path that costs memory; nobody else gets it."""
+    assert choose({"foreach": True, "fused": None}) is foreach_backend
+    assert choose({"foreach": None, "fused": None}) is reference
+    assert choose({"foreach": False, "fused": False}) is reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("cls", "options"), RULES)
+def test_against_float64(cls, options, foreach, dtype):
+    start, steps = random_steps(SHAPES, 1)
+    # Both start from values that the lower precision holds exactly, so only the arithmetic differs.
+    start = [value.to(dtype) for value in start]
+    steps = [[g.to(dtype) for g in grads] for grads in steps]
+    mine, exact = parameters(start), parameters(start, torch.float64)
+    trajectory(cls(mine, **options, foreach=foreach), mine, steps)
+    trajectory(cls(exact, **_exact(cls, options), foreach=False), exact, steps)
+    for p, truth, before in zip(mine, exact, start, strict=True):
+        movement = float((truth.detach() - before.double()).abs().max())
+        # Half a unit in the last place for the rounding of p, float32 roundings for the arithmetic.
+        rounding = torch.finfo(dtype).eps / 2 * 1.01 + (2 * 2**-24 if dtype is torch.float32 else 0)
+        tolerance = rounding * truth.detach().abs() + 1e-6 * movement + torch.finfo(dtype).smallest_normal
+        assert ((p.detach().double() - truth.detach()).abs() <= tolerance).all()
+
+
+def _exact(cls, options):
+    """Torch's floor is the machine epsilon of the arithmetic, so a float64 twin has to be given it."""
+    return {"eps": (torch.finfo(torch.float32).eps, 1e-3), **options} if cls is Adafactor else options
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=5),
+    which=st.integers(0, len(RULES) - 1),
+    seed=st.integers(0, 1000),
+)
+def test_foreach_is_the_loop_to_rounding(shapes, which, seed):
+    cls, options = RULES[which]
+    start, steps = random_steps(shapes, 3, seed)
+    loop, batched = parameters(start), parameters(start)
+    one = trajectory(cls(loop, **options), loop, steps)
+    other = trajectory(cls(batched, **options, foreach=True), batched, steps)
+    for a, b in zip(one[-1], other[-1], strict=True):
+        torch.testing.assert_close(a, b, rtol=4 * 2**-24, atol=1e-8)
+
+
+def test_groups_may_differ_in_backend_dtype_and_options():
+    """One optimizer, mixed groups: each parameter takes the step it takes alone."""
+    shapes = [(4, 3), (5,), (2, 2), (6,)]
+    start, steps = random_steps(shapes, 3)
+    kinds = [
+        {"foreach": True, "lr": 0.1},
+        {"foreach": False, "weight_decay": 0.1},
+        {"d": None, "lr": 0.0},
+        {"foreach": True, "maximize": True},
+    ]
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.bfloat16]
+    together = [parameters([value], dtype)[0] for value, dtype in zip(start, dtypes, strict=True)]
+    optimizer = Adafactor([{"params": [p], **kind} for p, kind in zip(together, kinds, strict=True)])
+    path = trajectory(optimizer, together, steps)
+    for i, (kind, dtype) in enumerate(zip(kinds, dtypes, strict=True)):
+        alone = parameters([start[i]], dtype)
+        expected = trajectory(Adafactor(alone, **kind), alone, [[grads[i]] for grads in steps])
+        assert torch.equal(path[-1][i], expected[-1][0])
+
+
+def test_waves_do_not_change_the_result(monkeypatch):
+    """How many tensors share a sweep is a matter of speed only."""
+    start, steps = random_steps([(4, 3), (5,), (2, 2), (6, 6)], 3)
+    results = []
+    for wave in (1, 10, 1 << 20):
+        monkeypatch.setattr(reference, "WAVE", wave)
+        params = parameters(start)
+        results.append(trajectory(Adafactor(params), params, steps)[-1])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    """A run must be repeatable on another machine."""
+    start, steps = random_steps([(300, 257), (70_001,), (3, 64, 64)], 2)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            params = parameters(start)
+            results.append(trajectory(TransformersAdafactor(params, beta1=0.9), params, steps)[-1])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
