@@ -59,8 +59,10 @@ def detect(state_dict: Mapping[str, Any], own: Layout) -> Layout:
     """The layout of a state dict: by its groups' keys, else by its state's; own where it has neither.
 
     Raises:
-        ValueError: it is of no layout known here (of another optimizer, say).
+        ValueError: it is no state dict, or of no layout known here (of another optimizer, say).
     """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"a state dict should hold state and param_groups, got {', '.join(map(str, state_dict))}")
     group_keys = {key for group in state_dict["param_groups"] for key in group} - {"params", "param_names"}
     state_keys = {key for entry in state_dict["state"].values() if isinstance(entry, Mapping) for key in entry}
     for layout in LAYOUTS:
