@@ -29,19 +29,20 @@ TRANSFERS = [
 ]
 
 
+@pytest.mark.parametrize("taken", [0, 4])
 @pytest.mark.parametrize(("source", "target", "options"), TRANSFERS)
-def test_a_run_goes_on_in_the_other_system(source, target, options):
-    """Four steps in one, four in the other: the same as eight in the first."""
+def test_a_run_goes_on_in_the_other_system(source, target, options, taken):
+    """Some steps in one, the rest in the other: the same as eight in the first. Also with what is saved before any."""
     start, steps = random_steps(SHAPES, 8)
     whole, halves = parameters(start), parameters(start)
     truth = trajectory(source(whole, **options), whole, steps)
     first = source(halves, **options)
-    trajectory(first, halves, steps[:4])
+    trajectory(first, halves, steps[:taken])
     second = target(halves)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    path = trajectory(second, halves, steps[4:])
+    path = trajectory(second, halves, steps[taken:])
     for i, value in enumerate(start):
-        assert_same_path([after[i] for after in path], [after[i] for after in truth[4:]], value)
+        assert_same_path([after[i] for after in path], [after[i] for after in truth[taken:]], value)
 
 
 @pytest.mark.parametrize(("source", "target"), [(Torch, Adafactor), (Transformers, OursT)])

@@ -207,7 +207,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             warnings.warn(
                 f"the lr of parameter group {index} was set to {lr}, which has no effect while the step size is "
                 "relative; only 0 has one: nothing moves",
-                stacklevel=4,
+                stacklevel=5,
             )
             self._warned_lr = True
 
@@ -326,7 +326,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             warnings.warn(
                 f"loading the state of a {layout.name} optimizer: the groups keep their own hyper-parameters, "
                 f"since {layout.name}'s mean something else",
-                stacklevel=5,
+                stacklevel=7,
             )
         groups = []
         for live, saved in zip(self.param_groups, saved_groups, strict=True):
