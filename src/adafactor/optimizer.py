@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, overload
 
@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from . import backends, checks, layouts, state
 from .layouts import Layout
 from .rule import Form, Rule, numbers
-from .state import State
 from .sweeps import Backend, Batch, Item, run, waves
 
 ENGINE_ARGUMENTS = ("foreach", "fused")
@@ -44,7 +43,11 @@ class BaseAdafactor(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         # rms(p) of the last step, for step_sizes() and for layouts that save it. Derived, so no part of the state.
         self._rms: dict[Tensor, Tensor] = {}
+        # What a relative group's lr was last set to show, by the group's id: another value is somebody else's.
+        self._shown: dict[int, float] = {}
         self._warned_lr = False
+        # Every group may give its own lr; all other defaults have to be good even if no group ends up with them.
+        self._check_group({**defaults, "lr": 0.0 if defaults["lr"] is None else defaults["lr"]})
         super().__init__(params, defaults)
 
     @staticmethod
@@ -53,7 +56,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_rms": self._rms, "_warned_lr": self._warned_lr}
+        return super().__getstate__() | {"_rms": self._rms, "_shown": {}, "_warned_lr": self._warned_lr}
 
     # Groups
 
@@ -66,10 +69,15 @@ class BaseAdafactor(torch.optim.Optimizer):
         Raises:
             ValueError: an option or a parameter is refused; the optimizer stays as it was.
         """
-        if isinstance(param_group, dict):
-            self._check_request(param_group)
-        super().add_param_group(param_group)
-        group, index = self.param_groups[-1], len(self.param_groups) - 1
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group should be a dict, got {type(param_group).__name__}")
+        self._check_request(param_group)
+        if isinstance(param_group["params"], Iterator):
+            param_group["params"] = list(param_group["params"])
+        # The base class fills the dict in, and refuses it half filled: the caller's own waits until all is well.
+        group = dict(param_group)
+        super().add_param_group(group)
+        index = len(self.param_groups) - 1
         try:
             rule = self._check_group(group)
             for position, p in enumerate(group["params"]):
@@ -77,9 +85,10 @@ class BaseAdafactor(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        if rule.relative:
-            group["lr"] = rule.step_size(0)
-        self._make_state(group, rule)
+        param_group.update(group)
+        self.param_groups[index] = param_group
+        self._show_lr(param_group, rule)
+        self._make_state(param_group)
 
     def _check_request(self, param_group: Mapping[str, Any]) -> None:
         """Refuse options that a caller cannot mean together; what a group holds later is not judged by this."""
@@ -90,16 +99,12 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     # State
 
-    def _make_state(self, group: Mapping[str, Any], rule: Rule) -> None:
+    def _make_state(self, group: Mapping[str, Any]) -> None:
         """Make the state of parameters that will have gradients, so that it is there before the first step."""
         for p in group["params"]:
-            if p.requires_grad and not p.is_meta and not is_lazy(p):
-                self._state_of(p, rule)
-
-    def _state_of(self, p: Tensor, rule: Rule) -> State:
-        own: State = self.state[p]
-        state.ensure(own, p, rule)
-        return own
+            waiting = p.requires_grad and not p.is_meta and not is_lazy(p) and self._steps_of(p) == 0
+            if waiting and not state.fits(self.state[p], p):
+                state.ensure(self.state[p], p, self.rule(group))
 
     def _refresh_state(self) -> None:
         """Make missing state, and forget tensors that are in no group any more (swapped for others, say)."""
@@ -108,7 +113,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             del self.state[stale]
             self._rms.pop(stale, None)
         for group in self.param_groups:
-            self._make_state(group, self.rule(group))
+            self._make_state(group)
 
     # The step
 
@@ -150,31 +155,30 @@ class BaseAdafactor(torch.optim.Optimizer):
                 self._check_shape(p, group, index, position)
                 # A tensor that was passed twice takes one step.
                 work.setdefault(_Key(backend, rule.form, state.arithmetic(p), p.device), {})[p] = rule
-        shown = [self._read_out(group, rule) for group, rule in zip(self.param_groups, rules, strict=True)]
-        self._warn_of_lr(shown)
+        self._warn_of_lr(rules)
 
-        states = {p: self._state_of(p, rule) for batch in work.values() for p, rule in batch.items()}
-        if states:
-            torch._foreach_add_([own["step"] for own in states.values()], 1.0)
+        for batch in work.values():
+            for p, rule in batch.items():
+                state.ensure(self.state[p], p, rule)
+            torch._foreach_add_([self.state[p]["step"] for p in batch], 1.0)
         for key, batch in work.items():
             # An empty tensor counts its steps and has nothing to compute.
             for wave in waves([p for p in batch if p.numel() > 0], key.backend.WAVE):
-                self._run(key, {p: batch[p] for p in wave}, states)
+                self._run(key, {p: batch[p] for p in wave})
         for group, rule in zip(self.param_groups, rules, strict=True):
-            if rule.relative and not isinstance(group["lr"], Tensor) and group["lr"] != 0:
-                group["lr"] = self._read_out(group, rule)
+            self._show_lr(group, rule)
         return loss
 
-    def _run(self, key: _Key, rules: Mapping[Tensor, Rule], states: Mapping[Tensor, State]) -> None:
+    def _run(self, key: _Key, rules: Mapping[Tensor, Rule]) -> None:
         items = []
         for p in rules:
             assert p.grad is not None
-            own = states[p]
+            own = self.state[p]
             m = own["momentum"] if key.form.momentum else None
             items.append(
                 Item(state.plan_of(p), p, p.grad, own.get("row_var"), own.get("col_var"), own.get("variance"), m)
             )
-        t = torch.stack([states[p]["step"] for p in rules])
+        t = torch.stack([self.state[p]["step"] for p in rules])
         table = numbers(list(rules.values()), t, key.dtype, key.device)
         rms = run(Batch(items, table, key.form, key.dtype), key.backend)
         if rms is not None:
@@ -189,23 +193,23 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     # The learning rate as a group shows it
 
-    def _read_out(self, group: Mapping[str, Any], rule: Rule) -> float | None:
-        """The relative step size, for the group's lr to show; None where the caller's lr decides."""
-        if not rule.relative:
-            return None
-        return rule.step_size(max(map(self._steps_of, group["params"]), default=0.0))
+    def _show_lr(self, group: dict[str, Any], rule: Rule) -> None:
+        """Let a relative group's lr show its step size, unless it is 0, which stays: nothing moves then."""
+        if rule.relative and (group["lr"] is None or not _is_zero(rule.lr)) and not isinstance(group["lr"], Tensor):
+            group["lr"] = rule.step_size(max(map(self._steps_of, group["params"]), default=0.0))
+            self._shown[id(group)] = group["lr"]
 
     def _steps_of(self, p: Tensor) -> float:
         steps: float = self.state[p]["step"].item() if self.state.get(p) else 0.0
         return steps
 
-    def _warn_of_lr(self, shown: list[float | None]) -> None:
-        for index, (group, value) in enumerate(zip(self.param_groups, shown, strict=True)):
-            lr = group["lr"]
-            if self._warned_lr or value is None or (not isinstance(lr, Tensor) and lr in (0, value)):
+    def _warn_of_lr(self, rules: Sequence[Rule]) -> None:
+        for index, (group, rule) in enumerate(zip(self.param_groups, rules, strict=True)):
+            shown = self._shown.get(id(group))
+            if self._warned_lr or shown is None or isinstance(rule.lr, Tensor) or rule.lr in (0, shown):
                 continue
             warnings.warn(
-                f"the lr of parameter group {index} was set to {lr}, which has no effect while the step size is "
+                f"the lr of parameter group {index} was set to {rule.lr}, which has no effect while the step size is "
                 "relative; only 0 has one: nothing moves",
                 stacklevel=5,
             )
@@ -223,7 +227,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             if stepped is None:
                 sizes.append(None)
                 continue
-            alpha = 0.0 if rule.relative and rule.lr == 0 else rule.step_size(self._steps_of(stepped))
+            alpha = 0.0 if _is_zero(rule.lr) else rule.step_size(self._steps_of(stepped))
             sizes.append(alpha * max(self._rms_of(stepped), rule.eps2) if rule.scale else alpha)
         return sizes
 
@@ -242,10 +246,9 @@ class BaseAdafactor(torch.optim.Optimizer):
         def translate(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             params = self._params_by_id(saved["param_groups"])
             for key, entry in saved["state"].items():
-                if key in params:
-                    p = params[key]
-                    rms = partial(self._rms_of, p)
-                    saved["state"][key] = layouts.write(self.layout, entry, state.plan_of(p), rms)
+                if key in params and entry:
+                    rms = partial(self._rms_of, params[key])
+                    saved["state"][key] = layouts.write(self.layout, entry, state.saved_plan(entry), rms)
             for group in saved["param_groups"]:
                 # Without momentum there is no buffer, and the others look for one wherever beta1 is a number.
                 if group.get("beta1") == 0:
@@ -294,10 +297,8 @@ class BaseAdafactor(torch.optim.Optimizer):
             self.state.update(loaded)
             self._rms = rms
             for group in self.param_groups:
-                rule = self.rule(group)
-                self._make_state(group, rule)
-                if rule.relative and (group["lr"] is None or rule.lr != 0):
-                    group["lr"] = self._read_out(group, rule)
+                self._make_state(group)
+                self._show_lr(group, self.rule(group))
 
         # adopt comes last, after the user's hooks have changed the dict; install first, before they look at the result.
         handles = [
@@ -336,3 +337,8 @@ class BaseAdafactor(torch.optim.Optimizer):
             self._check_group(group)
             groups.append(group)
         return groups
+
+
+def _is_zero(lr: float | Tensor) -> bool:
+    """Whether the host knows lr to be 0: one on an accelerator it does not read."""
+    return not isinstance(lr, Tensor) and lr == 0

@@ -51,7 +51,7 @@ def apply(batch: Batch, step: Tensor, decay: Tensor | None) -> None:
                 u = u.masked_fill(still[i], 0)
         p = item.p.to(batch.dtype)
         if decay is not None:
-            p.addcmul_(p, decay[i], value=-1)
+            p.addcmul_(p if still is None else p.masked_fill(still[i], 0), decay[i], value=-1)
         p.sub_(u)
         if p is not item.p:
             item.p.copy_(p)

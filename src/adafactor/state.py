@@ -29,6 +29,14 @@ def arithmetic(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype is torch.float64 else torch.float32
 
 
+def saved_plan(state: Mapping[str, Any]) -> Plan:
+    """The plan that a state was made for: p may be flattened or empty at the moment."""
+    if "variance" in state:
+        return plan(tuple(state["variance"].shape))
+    sizes = zip(state["row_var"].shape, state["col_var"].shape, strict=True)
+    return plan(tuple(row if col == 1 else col for row, col in sizes))
+
+
 def fits(state: Mapping[str, Any], p: Tensor) -> bool:
     """Whether a state was made for p's shape."""
     made = {name: tuple(value.shape) for name, value in state.items() if name in STATISTICS}

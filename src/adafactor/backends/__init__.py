@@ -18,7 +18,7 @@ def check(group: Mapping[str, Any]) -> None:
         RuntimeError: fused=True, which has no kernel yet.
     """
     for name in ("foreach", "fused"):
-        if group[name] not in (None, True, False):
+        if group[name] is not None and not isinstance(group[name], bool):
             raise ValueError(f"{name} should be True, False or None, got {group[name]!r}")
     if group["fused"]:
         raise RuntimeError("fused=True needs a compiled kernel, and there is none yet; use fused=None or fused=False")

@@ -6,6 +6,7 @@ PyTorch launches one kernel for many tensors. Factors, whose shapes all differ, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from sys import maxsize
 
 import torch
@@ -46,18 +47,18 @@ def apply(batch: Batch, step: Tensor, decay: Tensor | None) -> None:
     """Take u, times step, through momentum off the parameters, which lose decay of themselves too ([k] both)."""
     u, still = batch.u, batch.numbers.still
     torch._foreach_mul_(u, scalars(step))
-    if still is not None:
-        _clear(u, still)
+    _clear(u, still)
     if batch.form.momentum:
         m = [item.m for item in batch.items if item.m is not None]
         torch._foreach_lerp_(m, u, scalars(batch.numbers.keep1))
         torch._foreach_copy_(u, m)
-        if still is not None:
-            _clear(u, still)
+        _clear(u, still)
     params = [item.p for item in batch.items]
     p = [param.to(batch.dtype) for param in params]
     if decay is not None:
-        torch._foreach_sub_(p, torch._foreach_mul(p, scalars(decay)))
+        lost = torch._foreach_mul(p, scalars(decay))
+        _clear(lost, still)
+        torch._foreach_sub_(p, lost)
     torch._foreach_sub_(p, u)
     # The parameters of a batch share the arithmetic's dtype, not their own: some are copies here, some are themselves.
     copied = [i for i, param in enumerate(params) if p[i] is not param]
@@ -69,6 +70,7 @@ def _squared_norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors)).square_()
 
 
-def _clear(tensors: list[Tensor], still: Tensor) -> None:
-    for tensor, mask in zip(tensors, still, strict=True):
-        tensor.masked_fill_(mask, 0)
+def _clear(tensors: Sequence[Tensor], still: Tensor | None) -> None:
+    if still is not None:
+        for tensor, mask in zip(tensors, still, strict=True):
+            tensor.masked_fill_(mask, 0)

@@ -99,8 +99,9 @@ class Adafactor(BaseAdafactor):
         super().__init__(params, defaults)
 
     def _check_request(self, param_group: Mapping[str, Any]) -> None:
-        # A group with every key was copied from an optimizer, where a relative lr is a read-out.
-        if self.defaults.keys() <= param_group.keys():
+        # A group with every key was copied from an optimizer, where a relative lr is a read-out. (The base class adds a
+        # default of its own when an optimizer is copied or loaded.)
+        if self.defaults.keys() - {"differentiable"} <= param_group.keys():
             return
         options = {**self.defaults, **param_group}
         lr = param_group.get("lr")

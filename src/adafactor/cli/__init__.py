@@ -1,0 +1,26 @@
+"""The command line: one module a command."""
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .train import train
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(train)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def adafactor(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Adafactor for PyTorch."""

@@ -1,0 +1,85 @@
+"""What is shown while a run trains, all of it on stderr: a live bar on a terminal, plain lines elsewhere."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ..training.optimizers import state_bytes
+from ..training.run import Run
+
+
+def size(count: int) -> str:
+    """Write a number of bytes for people: 1023 B, 13.2 kB, 6.8 MB."""
+    if count < 1000:
+        return f"{count} B"
+    if count < 1000_000:
+        return f"{count / 1000:.1f} kB"
+    return f"{count / 1000_000:.1f} MB"
+
+
+def status(run: Run) -> str:
+    """Say where a run stands: loss in bits per byte, tokens (bytes) per second, the optimizer's share and state."""
+    row = run.rows[-1]
+    parts = []
+    if row.train_loss is not None:
+        parts.append(f"train {row.train_loss / math.log(2):.3f}")
+    validated = [row.val_bits_per_byte for row in run.rows if row.val_bits_per_byte is not None]
+    parts.append(f"validation {validated[-1]:.3f} bits/byte")
+    if row.tokens_per_second is not None and row.optimizer_share is not None:
+        parts.append(f"{row.tokens_per_second:,.0f} tokens/s")
+        parts.append(f"optimizer {row.optimizer_share:.1%} of time, {size(state_bytes(run.optimizer))}")
+    return ", ".join(parts)
+
+
+@contextmanager
+def lines(run: Run) -> Iterator[Callable[[], None]]:
+    """Show one plain line at each evaluation."""
+
+    def show() -> None:
+        if run.evaluates:
+            print(f"step {run.step}/{run.config.steps}: {status(run)}", file=sys.stderr, flush=True)
+
+    yield show
+
+
+class Bar(Progress):
+    """A progress bar with the run's status on the line below."""
+
+    def __init__(self, run: Run, console: Console) -> None:
+        self.status = ""
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:.0f}%"),
+            TimeRemainingColumn(compact=True),
+        )
+        super().__init__(*columns, console=console, transient=True, expand=True)
+        self.task = self.add_task("", total=run.config.steps, completed=run.step)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return the bar and the line."""
+        yield from super().get_renderables()
+        yield Text(self.status)
+
+
+@contextmanager
+def bar(run: Run, console: Console) -> Iterator[Callable[[], None]]:
+    """Show a live bar on a terminal; its numbers are renewed with each row of the metrics."""
+    with Bar(run, console) as progress:
+
+        def show() -> None:
+            progress.status = status(run) if run.rows else ""
+            progress.update(progress.task, completed=run.step)
+
+        yield show
+
+
+@contextmanager
+def nothing() -> Iterator[Callable[[], None]]:
+    """Show nothing."""
+    yield lambda: None

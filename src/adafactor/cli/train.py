@@ -1,0 +1,159 @@
+"""`adafactor train`: the command's arguments, and the order of events."""
+
+import dataclasses
+import json
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ..training import checkpoint
+from ..training.config import Config
+from ..training.data import Text
+from ..training.errors import DivergedError, InputError, InterruptedRunError
+from ..training.optimizers import CHOICES
+from ..training.run import Run
+from ..training.run import train as train_run
+from . import progress, report
+from .errors import leave, say
+from .signals import StopSignals
+
+WITH_RESUME = {"resume", "threads", "out", "json_", "quiet"}
+OPTIMIZERS = "; ".join(f"{name}: {choice.about}" for name, choice in CHOICES.items())
+RATES = ", ".join(f"{choice.lr:g} for {name}" for name, choice in CHOICES.items() if not choice.relative)
+
+
+def train(
+    context_: typer.Context,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILES]...",
+            help="Text to learn, any bytes, joined in this order. Without: Python's standard library.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = Config.steps,
+    batch: Annotated[int, typer.Option(help="Windows of text a step.")] = Config.batch,
+    width: Annotated[int, typer.Option(help="Width of the model, a multiple of 32.")] = Config.width,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = Config.layers,
+    context: Annotated[int, typer.Option(help="Bytes the model sees at once.")] = Config.context,
+    optimizer: Annotated[str, typer.Option(help=OPTIMIZERS)] = Config.optimizer,
+    lr: Annotated[
+        float | None,
+        typer.Option(help=f"Peak learning rate. Without: {RATES}; towhee and transformers take relative steps."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-O", metavar="NAME=VALUE", help="An argument of the optimizer; repeatable."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the model's start and the order of the text.")] = Config.seed,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Without: PyTorch's choice.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the run's files. Without: runs/OPTIMIZER-DATE-TIME.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with an interrupted run, given its folder or its checkpoint.pt.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress, table or sample.")] = False,
+) -> None:
+    """Train a small byte-level transformer and see the optimizer at work.
+
+    The last tenth of the text is held out for validation.
+    The run's folder gets checkpoint.pt, metrics.csv and curve.png.
+    Ctrl-C saves; --resume then goes on as if never stopped, to the same numbers.
+    """
+    stop = StopSignals()
+    try:
+        with stop:
+            if resume is None:
+                run, folder = start(
+                    Config(
+                        files=tuple(str(file.absolute()) for file in files or ()),
+                        steps=steps,
+                        batch=batch,
+                        width=width,
+                        layers=layers,
+                        context=context,
+                        optimizer=optimizer,
+                        lr=lr,
+                        options=tuple(option or ()),
+                        seed=seed,
+                        **({} if threads is None else {"threads": threads}),
+                    ),
+                    out,
+                )
+            else:
+                refuse_changes(context_)
+                run, folder = go_on(resume, threads, out)
+            work(run, folder, stop, quiet=quiet)
+        report.draw_curve(run, folder / "curve.png")
+        if json_:
+            print(json.dumps(run.summary(folder)))
+        elif not quiet:
+            report.show(run, folder, Console())
+    except InputError as error:
+        raise leave(str(error)) from None
+    except DivergedError as error:
+        raise leave(f"{error} (saved before: {folder / checkpoint.NAME})", 1) from None
+    except InterruptedRunError as error:
+        again = f"adafactor train --resume {shlex.quote(str(folder))}"
+        raise leave(f"{error}; to go on: {again}", 128 + (stop.received or 2)) from None
+    except OSError as error:
+        raise leave(f"cannot write to {folder}: {error.strerror} (what was saved before is whole)", 1) from None
+    except KeyboardInterrupt:
+        raise leave("stopped at once, nothing saved since the last checkpoint", 130) from None
+
+
+def start(config: Config, out: Path | None) -> tuple[Run, Path]:
+    """Set a new run up; the folder comes last, so that a refused run leaves none behind."""
+    run = Run(config, Text.load(config.files, config.context))
+    folder = out or Path("runs") / f"{config.optimizer}-{datetime.now():%Y%m%d-%H%M%S}"
+    checkpoint.prepare(folder)
+    return run, folder
+
+
+def go_on(resume: Path, threads: int | None, out: Path | None) -> tuple[Run, Path]:
+    """Set a run up from its checkpoint."""
+    file, config, state = checkpoint.load(resume)
+    if threads is not None:
+        config = dataclasses.replace(config, threads=threads)
+    if state["torch"] != torch.__version__:
+        say(f"the checkpoint is from PyTorch {state['torch']}, this is {torch.__version__}: the last bits may differ")
+    run = Run.resume(state, config, Text.load(config.files, config.context))
+    folder = out or file.parent
+    checkpoint.prepare(folder, resumed=file)
+    if run.finished:
+        say(f"this run is finished: all {run.step} steps are done")
+    return run, folder
+
+
+def refuse_changes(context: typer.Context) -> None:
+    """Raise InputError where an argument that belongs to the run itself comes together with --resume."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in WITH_RESUME and source is not None and source.name != "DEFAULT":
+            what = "FILES" if name == "files" else f"--{name}"
+            raise InputError(f"{what} cannot change a run that is resumed: only --threads, --out, --json, --quiet can")
+
+
+def work(run: Run, folder: Path, stop: StopSignals, *, quiet: bool) -> None:
+    """Train, showing what suits where stderr goes."""
+    console = Console(stderr=True)
+    if quiet or run.finished:
+        view = progress.nothing()
+    else:
+        say(f"training on {run.text}")
+        view = progress.bar(run, console) if console.is_terminal else progress.lines(run)
+    with view as show:
+
+        def after_step(run: Run) -> None:
+            show()
+            if stop.received is not None:
+                raise KeyboardInterrupt
+
+        train_run(run, folder, after_step)

@@ -1,0 +1,267 @@
+"""The command line, as a user meets it."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from adafactor import __main__, __version__
+from adafactor.cli import app
+from adafactor.cli.report import printable
+from adafactor.cli.signals import StopSignals
+
+TINY = ["--batch", "4", "--width", "32", "--layers", "1", "--context", "16", "--threads", "1"]
+TIMINGS = {"tokens_per_second", "optimizer_share", "seconds"}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run in an empty folder; give PyTorch its threads back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 60)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def adafactor(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), prog_name="adafactor", catch_exceptions=False)
+
+
+def train(*arguments: str, steps: int = 10):
+    return adafactor("train", "text", *TINY, "--steps", str(steps), *arguments)
+
+
+def process(*arguments: str, **how) -> subprocess.Popen:
+    command = [sys.executable, "-m", "adafactor", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def rows(folder: str) -> list[dict[str, str]]:
+    with open(Path(folder) / "metrics.csv", newline="") as file:
+        return [{key: value for key, value in row.items() if key not in TIMINGS} for row in csv.DictReader(file)]
+
+
+def parameters(folder: str) -> dict[str, torch.Tensor]:
+    return torch.load(Path(folder) / "checkpoint.pt", weights_only=True)["model"]
+
+
+def test_json_is_the_only_line_on_stdout():
+    """Scripts read it with `tail -n 1` or whole; both must work."""
+    result = train("--out", "run", "--json")
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") == 1
+    summary = json.loads(result.stdout)
+    assert summary["steps"] == 10
+    assert summary["start_bits_per_byte"] == pytest.approx(8, abs=0.15)
+    assert summary["val_bits_per_byte"] < summary["start_bits_per_byte"]
+    assert 0 < summary["state_bytes"] < summary["parameter_bytes"] / 10 < summary["adamw_state_bytes"] / 10
+    assert Path(summary["checkpoint"]).is_file()
+
+
+def test_quiet_is_quiet():
+    result = train("--out", "run", "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_a_run_leaves_its_three_files_well_formed():
+    assert train("--out", "run", "--quiet").exit_code == 0
+    assert {path.name for path in Path("run").iterdir()} == {"checkpoint.pt", "metrics.csv", "curve.png"}
+    assert Path("run/curve.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert [int(row["step"]) for row in rows("run")] == list(range(11))
+    assert all(tensor.isfinite().all() for tensor in parameters("run").values())
+
+
+def test_without_a_terminal_there_are_plain_lines():
+    """Logs and pipes get one line at each evaluation, no escape codes; the table and the sample go to stdout."""
+    result = train("--out", "run")
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("adafactor: training on 2,640 bytes in 1 file: the files given")
+    assert [line.split(":")[0] for line in lines[1:]] == [f"step {step}/10" for step in (5, 10)]
+    assert all("bits/byte" in line and "tokens/s" in line and "% of time" in line for line in lines[1:])
+    assert "\x1b" not in result.output
+    for words in ("validation", "optimizer state", "AdamW would keep", "% of the parameters", "The model writes:"):
+        assert words in result.stdout
+
+
+def test_the_default_folder_is_named_after_the_optimizer():
+    assert train("--optimizer", "towhee", "--quiet", steps=1).exit_code == 0
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("towhee-")
+
+
+BAD = {
+    "no steps": (["--steps", "0"], "--steps must be at least 1, got 0"),
+    "no batch": (["--batch", "-3"], "--batch must be at least 1, got -3"),
+    "no layers": (["--layers", "0"], "--layers must be at least 1, got 0"),
+    "no context": (["--context", "1"], "--context must be at least 2, got 1"),
+    "no threads": (["--threads", "0"], "--threads must be at least 1, got 0"),
+    "odd width": (["--width", "50"], "--width must be a multiple of 32 (an attention head), got 50"),
+    "negative lr": (["--lr", "-0.5"], "--lr must be a finite number >= 0, got -0.5"),
+    "lr nan": (["--lr", "nan"], "--lr must be a finite number >= 0, got nan"),
+    "negative seed": (["--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
+    "unknown optimizer": (["--optimizer", "sgd"], "--optimizer must be one of adafactor, towhee, transformers, torch"),
+    "no option name": (["-O", "beta1"], "--option must be NAME=VALUE, got 'beta1'"),
+    "unknown option": (["-O", "beta9=1"], "optimizer adafactor has no option 'beta9'; it has beta2_decay, eps, d"),
+    "lr as an option": (["-O", "lr=1"], "the learning rate is given with --lr"),
+    "refused option": (["--optimizer", "adamw", "-O", "eps=-1"], "optimizer adamw refuses its options: Invalid eps"),
+    "refused type": (["--optimizer", "adamw", "-O", "betas=3"], "optimizer adamw refuses its options: "),
+    "missing file": (["missing"], "missing: No such file or directory"),
+    "empty file": (["empty"], "empty is empty"),
+    "a folder": (["folder"], "folder is not a regular file"),
+    "too short": (["--context", "300"], "a context of 300 needs at least 3010 bytes, got 2640"),
+    "file as folder": (["--out", "text"], "cannot write to the folder text: "),
+    "out inside a file": (["--out", "text/run"], "cannot write to the folder text/run: Not a directory"),
+    "no checkpoint": (["--resume", "folder"], "cannot read the checkpoint folder/checkpoint.pt: No such file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line(case: str):
+    """No traceback, the value and the rule, exit 2, and nothing half-written."""
+    arguments, message = BAD[case]
+    Path("empty").touch()
+    Path("folder").mkdir()
+    before = sorted(Path().rglob("*"))
+    resume = "--resume" in arguments
+    result = adafactor("train", *arguments) if resume else train("--out", "run", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("adafactor: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_an_unreadable_file_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    result = train("--out", "run")
+    assert result.exit_code == 2
+    assert "text: Permission denied" in result.stderr
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x03\x04 cut off"])
+def test_a_broken_checkpoint_is_one_clear_line(content: bytes):
+    Path("checkpoint.pt").write_bytes(content)
+    result = adafactor("train", "--resume", "checkpoint.pt")
+    assert result.exit_code == 2
+    assert result.stderr == "adafactor: checkpoint.pt is not a checkpoint of adafactor train\n"
+
+
+def test_divergence_is_one_clear_line():
+    result = train("--out", "run", "--quiet", "--optimizer", "adamw", "--lr", "1e30")
+    assert result.exit_code == 1
+    assert "try a lower --lr (saved before: run/checkpoint.pt)" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_run_is_never_overwritten_by_another():
+    """Two runs into one folder: the second is refused, the first's checkpoint untouched."""
+    assert train("--out", "run", "--quiet").exit_code == 0
+    before = Path("run/checkpoint.pt").read_bytes()
+    result = train("--out", "run", "--quiet", "--seed", "1")
+    assert result.exit_code == 2
+    assert "run already holds a run" in result.stderr
+    assert Path("run/checkpoint.pt").read_bytes() == before
+
+
+def test_a_finished_run_resumed_says_so_and_gives_the_same_result():
+    first = train("--out", "run", "--json", "--quiet")
+    again = adafactor("train", "--resume", "run", "--json")
+    assert again.exit_code == 0
+    assert "finished: all 10 steps are done" in again.stderr
+    assert again.stdout == first.stdout
+
+
+@pytest.mark.parametrize("change", [["--steps", "20"], ["--lr", "1"], ["-O", "d=2"], ["--seed", "0"], ["text"]])
+def test_resuming_refuses_what_would_change_the_run(change: list[str]):
+    """Ignoring it silently would be worse."""
+    assert train("--out", "run", "--quiet").exit_code == 0
+    result = adafactor("train", *change, "--resume", "run")
+    assert result.exit_code == 2
+    assert "cannot change a run that is resumed" in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to one process")
+def test_ctrl_c_saves_and_resuming_ends_as_if_never_stopped():
+    """The whole promise, with a real process and a real signal."""
+    steps = 1500
+    child = process("train", "text", *TINY, "--steps", str(steps), "--out", "stopped")
+    for line in child.stderr:
+        if line.startswith("step "):  # the first evaluation: training has begun
+            break
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    message = errors.splitlines()[-1]
+    assert message.startswith("adafactor: stopped after step ")
+    assert message.endswith("saved in stopped/checkpoint.pt; to go on: adafactor train --resume stopped")
+    assert 0 < int(rows("stopped")[-1]["step"]) < steps
+
+    assert adafactor("train", "--resume", "stopped", "--quiet").exit_code == 0
+    assert train("--out", "whole", "--quiet", steps=steps).exit_code == 0
+    assert rows("stopped") == rows("whole")
+    whole = parameters("whole")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in parameters("stopped").items())
+
+
+def test_a_resumed_run_can_go_elsewhere():
+    assert train("--out", "run", "--quiet").exit_code == 0
+    assert adafactor("train", "--resume", "run/checkpoint.pt", "--out", "copy", "--quiet").exit_code == 0
+    assert {path.name for path in Path("copy").iterdir()} == {"checkpoint.pt", "metrics.csv", "curve.png"}
+
+
+def test_a_checkpoint_under_another_name_does_not_replace_its_neighbour():
+    assert train("--out", "run", "--quiet").exit_code == 0
+    shutil.copy("run/checkpoint.pt", "run/older.pt")
+    result = adafactor("train", "--resume", "run/older.pt", "--quiet")
+    assert result.exit_code == 2
+    assert "run already holds a run" in result.stderr
+
+
+def test_the_first_signal_asks_and_the_second_insists():
+    """A first Ctrl-C must not cut a step in half; a second must not be ignored."""
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_sample_cannot_drive_the_terminal():
+    """A model can write any byte; a terminal must not obey it."""
+    assert printable(b"a\n\x1b[2Jb\r\x07\xff", "utf-8") == "a\n\\x1b[2Jb\\r\\x07\ufffd"
+    assert printable("é\u202e".encode(), "ascii") == "\\xe9\\u202e"
+
+
+def test_python_m_works():
+    child = process("--version")
+    out, errors = child.communicate(timeout=60)
+    assert (child.returncode, out, errors) == (0, f"{__version__}\n", "")
+
+
+def test_train_stays_a_command_of_its_own():
+    result = adafactor("--help")
+    assert result.exit_code == 0
+    assert "train" in result.stdout
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`pip install adafactor` brings no command line; the command says what to install."""
+    monkeypatch.setattr(__main__, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as left:
+        __main__.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err == 'adafactor\'s commands need the cli extra: pip install "adafactor[cli]"\n'
