@@ -89,6 +89,46 @@ def test_groups_may_differ_in_backend_dtype_and_options():
         assert torch.equal(path[-1][i], expected[-1][0])
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("shape", [(6,), (3, 4)])
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), 1e25])
+def test_a_statistic_that_is_not_finite_is_seen(shape, size, foreach):
+    """1 / sqrt(inf) is 0: the parameter would stand still for ever, and nobody would know why."""
+    for cls in (Adafactor, TransformersAdafactor):
+        start, [[g]] = random_steps([shape], 1)
+        params = parameters(start)
+        optimizer = cls(params, foreach=foreach)
+        bad = g.clone()
+        bad.view(-1)[1] = size
+        assert trajectory(optimizer, params, [[bad]])[-1][0].isnan().any()
+        # The statistics are as bad when the parameter is restored.
+        params[0].data.copy_(start[0])
+        assert trajectory(optimizer, params, [[g]])[-1][0].isnan().any()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_without_clipping_a_bad_element_of_a_vector_is_alone(foreach):
+    """rms(u), which it would spoil, has no part in the step."""
+    params = parameters([torch.ones(4)])
+    g = torch.tensor([1.0, float("nan"), 1.0, 1.0])
+    after = trajectory(Adafactor(params, d=None, foreach=foreach), params, [[g]])[-1][0]
+    assert after.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    # In a matrix an eps1 of 1e-30 is the floor of mean(R) too, and makes these steps large by torch's own rule.
+    ("shape", "eps1"),
+    [((4,), 0.0), ((4,), 1e-45), ((4,), 1e-30), ((4, 4), 0.0), ((4, 4), 1e-45)],
+)
+@pytest.mark.parametrize("size", [1e-23, 1e-21, 1e-19, 1e-17])
+def test_a_gradient_whose_square_underflows_moves_no_further_than_others(size, eps1, shape, foreach):
+    """Without clipping nothing else holds back g / eps1."""
+    params = parameters([torch.ones(shape)])
+    trajectory(Adafactor(params, eps=(eps1, 1e-3), d=None, foreach=foreach), params, [[torch.full(shape, size)]])
+    assert (params[0].detach() - 1).abs().max() <= 0.0101
+
+
 def test_waves_do_not_change_the_result(monkeypatch):
     """How many tensors share a sweep is a matter of speed only."""
     start, steps = random_steps([(4, 3), (5,), (2, 2), (6, 6)], 3)

@@ -13,7 +13,7 @@ PACKAGE = Path(adafactor.__file__).parent
 
 # What each module may import of the package: only what stands above it here, or in its own line.
 ORDER = [
-    ["shapes"],
+    ["shapes", "checks"],
     ["rule"],
     ["sweeps"],
     ["reference"],
@@ -21,7 +21,7 @@ ORDER = [
     ["backends"],
     ["layouts"],
     ["state"],
-    ["checks"],
+    ["saving"],
     ["optimizer"],
     ["dialects", "dialects.torch", "dialects.transformers"],
     ["dialects.towhee"],

@@ -171,7 +171,7 @@ def foreign(cls):
         (saved(state__0__row_var=torch.ones(3, 1)), r"row_var of parameter 0 .*shape \(4, 1\), got \(3, 1\)"),
         (saved(state__0__row_var=None), r"should hold col_var, row_var .*got col_var, step"),
         (saved(state__1__variance=torch.ones(4)), r"variance of parameter 1 .*\(5,\), got \(4,\)"),
-        (saved(state__1__variance="x"), r"variance of parameter 1 should be a tensor .*got 'x'"),
+        (saved(state__1__variance="x"), r"variance of parameter 1 should be a dense real tensor .*got 'x'"),
         (saved(state__0__step=-1), "step of parameter 0 should be a finite number >= 0, got -1"),
         (saved(state__0__step=None), "step of parameter 0 should be a finite number >= 0, got None"),
         (saved(param_groups__0__params=[0]), r"groups of \[2\] parameters like the optimizer, got \[1\]"),

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adafactor.shapes import plan
+from adafactor.shapes import Factoring
+
+plan = Factoring().plan
 
 
 @given(st.lists(st.integers(0, 9), max_size=5).map(tuple))

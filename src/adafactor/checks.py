@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,8 +17,14 @@ _ROUNDING_OF_ZERO = 1e-12
 
 
 def is_number(value: Any) -> bool:
-    """Whether value is a real number, of Python's or numpy's kind, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether value is a real number that float can hold, of Python's or numpy's kind, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def learning_rate(name: str, value: Any, *, finite: bool = True) -> float | Tensor:
@@ -66,15 +74,45 @@ def momentum(name: str, value: Any) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool."""
-    if not isinstance(value, bool):
+    """True or False, or 1 or 0."""
+    if isinstance(value, Tensor) or getattr(value, "shape", ()) != () or value not in (True, False):
         raise ValueError(f"{name} should be True or False, got {value!r}")
+    return bool(value)
+
+
+def count(name: str, value: Any) -> int:
+    """A whole number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+        raise ValueError(f"{name} should be a whole number >= 0, got {value!r}")
+    return int(value)
+
+
+def fraction(name: str, value: Any) -> float:
+    """A number in [0, 1]."""
+    if not is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} should be in [0, 1], got {value!r}")
+    return float(value)
+
+
+def choice(name: str, value: Any, known: Sequence[str]) -> str:
+    """One of the known names."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} should be one of {', '.join(known)}, got {value!r}")
     return value
+
+
+def float_dtype(name: str, value: Any) -> torch.dtype:
+    """float32, float16 or bfloat16, or one of their names."""
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    for known, dtype in dtypes.items():
+        if value in (known, dtype):
+            return dtype
+    raise ValueError(f"{name} should be one of {', '.join(dtypes)}, got {value!r}")
 
 
 def epsilons(name: str, value: Any, *, none: bool) -> tuple[float | None, float]:
     """A pair of finite numbers >= 0; with none=True the first may be None."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise ValueError(f"{name} should be a pair (epsilon1, epsilon2), got {value!r}")
     eps1 = None if none and value[0] is None else at_least_zero(f"{name}[0]", value[0])
     return eps1, at_least_zero(f"{name}[1]", value[1])
@@ -95,16 +133,34 @@ def parameter(p: Tensor, group: Mapping[str, Any], index: int, position: int) ->
     if p.is_complex():
         raise ValueError(f"{where} should be real, got {p.dtype}: optimize torch.view_as_real of it instead")
     if not p.is_floating_point():
-        raise ValueError(f"{where} should have a floating-point dtype, got {p.dtype}")
+        raise ValueError(f"{where} should have a floating-point dtype, got {p.dtype}: leave it out")
     if p.layout is not torch.strided:
         raise ValueError(f"{where} should be a dense tensor, got layout {p.layout}: optimize its values instead")
     raise ValueError(f"{where} should be a plain tensor, got a sharded {type(p).__name__}, which is not supported yet")
 
 
-def gradient(g: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
-    """Refuse a sparse gradient: the statistics of all its rows decay at every step, so that nothing would be saved."""
+def gradient(p: Tensor, g: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
+    """Refuse a gradient that is not a dense tensor beside its parameter, of its shape.
+
+    Sparse ones would save nothing: the statistics of all rows decay at every step.
+    """
+    if g.shape != p.shape or g.device != p.device or hasattr(g, "device_mesh"):
+        raise ValueError(
+            f"the gradient of {label(group, index, position)} should have its shape {tuple(p.shape)} and its device "
+            f"{p.device}, got {type(g).__name__} of shape {tuple(g.shape)} on {g.device}"
+        )
+    if g.is_complex():
+        raise ValueError(f"the gradient of {label(group, index, position)} should be real, got {g.dtype}")
     if g.layout is not torch.strided:
         raise RuntimeError(
             f"the gradient of {label(group, index, position)} should be dense, got layout {g.layout}: "
             "make the embedding with sparse=False, or set p.grad = p.grad.to_dense() before the step"
         )
+
+
+def warn(message: str) -> None:
+    """Warn at the caller's line: the nearest one outside torch and this package, however many wrappers are between."""
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", __package__):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, stacklevel=depth)

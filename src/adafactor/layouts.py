@@ -1,7 +1,7 @@
-"""The names and shapes under which each system saves its state: recognise a file, read it, write one.
+"""The names and shapes under which each system keeps and saves its state: recognise a file, and read it in another's.
 
-Inside, the optimizer keeps torch's layout, plus ``momentum`` where a dialect has it. Statistics differ between systems
-only in their names and in whether R and C keep their averaged dim, so that a translation loses nothing.
+Statistics differ between systems only in their names and in whether R and C keep their averaged dims, so that a
+translation loses nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shapes import Plan
+from .shapes import Factoring, Plan
 
 
 @dataclass(frozen=True)
@@ -22,37 +22,70 @@ class Layout:
 
     Attributes:
         name: the system, for messages.
-        row, col, full, momentum: the names of R, C, V and m; no momentum where the system has none.
-        keepdim: whether R and C keep their averaged dim with size 1.
-        int_step: whether the step count is an int (and an ``RMS`` float lies beside it), else a float32 tensor.
+        row, col, full, momentum: the names of R, C, V and m.
+        keepdim: whether R and C keep their averaged dims with size 1.
+        int_step: whether the step count is saved as an int (and an ``RMS`` float beside it), else as a float32 tensor.
         marks: hyper-parameters by which a param group of this system is known.
+        factoring: what the system factors where a group does not say.
     """
 
     name: str
     row: str
     col: str
     full: str
-    momentum: str | None
+    momentum: str
     keepdim: bool
     int_step: bool
     marks: frozenset[str]
+    factoring: Factoring
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """The names of R, C, V and m."""
+        return self.row, self.col, self.full, self.momentum
+
+    def shapes(self, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """The shapes of the statistics of a plan."""
+        if not plan.factored:
+            return {self.full: plan.shape}
+        if self.keepdim:
+            return {self.row: plan.row_shape, self.col: plan.col_shape}
+        size = plan.shape
+        return {
+            self.row: tuple(size[i] for i in range(len(size)) if i not in plan.cols),
+            self.col: tuple(size[i] for i in range(len(size)) if i not in plan.rows),
+        }
+
+    def factoring_of(self, group: Mapping[str, Any]) -> Factoring:
+        """What a saved group's parameters were factored over."""
+        own = self.factoring
+        mode, min_dim = group.get("factor") or own.mode, group.get("min_dim_size_to_factor", own.min_dim)
+        return Factoring(mode, min_dim, group.get("batch_dims", own.batch_dims))
 
 
-TORCH = Layout("torch", "row_var", "col_var", "variance", None, True, False, frozenset({"beta2_decay", "d"}))
+TORCH = Layout(
+    name="torch",
+    row="row_var",
+    col="col_var",
+    full="variance",
+    momentum="momentum",
+    keepdim=True,
+    int_step=False,
+    marks=frozenset({"beta2_decay"}),
+    factoring=Factoring("last"),
+)
 TRANSFORMERS = Layout(
-    "transformers",
-    "exp_avg_sq_row",
-    "exp_avg_sq_col",
-    "exp_avg_sq",
-    "exp_avg",
-    False,
-    True,
-    frozenset({"decay_rate", "clip_threshold"}),
+    name="transformers",
+    row="exp_avg_sq_row",
+    col="exp_avg_sq_col",
+    full="exp_avg_sq",
+    momentum="exp_avg",
+    keepdim=False,
+    int_step=True,
+    marks=frozenset({"clip_threshold", "relative_step"}),
+    factoring=Factoring("last"),
 )
 LAYOUTS = (TORCH, TRANSFORMERS)
-
-STATISTICS = ("row_var", "col_var", "variance", "momentum")
-"""The names of tensors inside, in the dtype of the arithmetic."""
 
 
 def detect(state_dict: Mapping[str, Any], own: Layout) -> Layout:
@@ -61,8 +94,7 @@ def detect(state_dict: Mapping[str, Any], own: Layout) -> Layout:
     Raises:
         ValueError: it is no state dict, or of no layout known here (of another optimizer, say).
     """
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"a state dict should hold state and param_groups, got {', '.join(map(str, state_dict))}")
+    _check_structure(state_dict)
     group_keys = {key for group in state_dict["param_groups"] for key in group} - {"params", "param_names"}
     state_keys = {key for entry in state_dict["state"].values() if isinstance(entry, Mapping) for key in entry}
     for layout in LAYOUTS:
@@ -79,82 +111,66 @@ def detect(state_dict: Mapping[str, Any], own: Layout) -> Layout:
     )
 
 
-def read(layout: Layout, entry: Mapping[str, Any], plan: Plan, label: str) -> dict[str, Any]:
-    """One parameter's saved state in the names and shapes used inside. Tensors are views of what was saved.
+def read(found: Layout, own: Layout, entry: Any, plan: Plan, label: str) -> dict[str, Any]:
+    """One parameter's saved state, from the names and shapes of one layout to another's. Tensors are views.
 
     Raises:
         ValueError: something is missing, is no number or tensor, or has another shape than the parameter's plan.
     """
-    shapes = _shapes(layout, plan)
-    for name in (layout.row, layout.col, layout.full):
-        if (name in entry) != (name in shapes):
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"the state of {label} should be a dict, got {entry!r}")
+    saved, wanted = found.shapes(plan), own.shapes(plan)
+    for name in (found.row, found.col, found.full):
+        if (name in entry) != (name in saved):
             kept = "factored" if plan.factored else "not factored"
             raise ValueError(
-                f"the state of {label} should hold {', '.join(sorted(shapes))} (its shape {plan.shape} is {kept}), "
+                f"the state of {label} should hold {', '.join(sorted(saved))} (its shape {plan.shape} is {kept}), "
                 f"got {', '.join(sorted(map(str, entry))) or 'nothing'}"
             )
     state: dict[str, Any] = {"step": _step(entry, label)}
-    names = _names(layout)
+    names = dict(zip(found.names, own.names, strict=True))
     for key, value in entry.items():
-        if key not in names:
-            # What a user put there stays there; RMS is derived.
-            if key not in ("step", "RMS"):
-                state[key] = value
-            continue
-        name, shape = names[key], shapes.get(key, plan.shape)
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-            found = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{key} of {label} should be a tensor of shape {shape}, got {found}")
-        state[name] = value.reshape(_inside_shape(name, plan))
+        if key in names:
+            shape = saved.get(key, plan.shape)
+            real = isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
+            if not real or tuple(value.shape) != shape:
+                raise ValueError(f"{key} of {label} should be a dense real tensor of shape {shape}, got {_told(value)}")
+            state[names[key]] = value.reshape(wanted.get(names[key], plan.shape))
+        # What a user put there stays there; RMS is derived.
+        elif key not in ("step", "RMS"):
+            state[key] = value
     return state
 
 
-def write(layout: Layout, state: Mapping[str, Any], plan: Plan, rms: Callable[[], float]) -> dict[str, Any]:
-    """One parameter's state under the names and in the shapes of a layout. Tensors share memory with the state.
+def write(layout: Layout, state: Mapping[str, Any], rms: Callable[[], float]) -> dict[str, Any]:
+    """One parameter's state as its layout saves it. Tensors are the state's own.
 
     Args:
-        layout: the layout to write.
-        state: the state inside.
-        plan: the parameter's plan.
+        layout: the layout that the state is in.
+        state: the state.
         rms: gives rms(p) at the last step, where the layout saves it.
     """
-    shapes = _shapes(layout, plan)
-    saved_names = {name: key for key, name in _names(layout).items()}
-    entry: dict[str, Any] = {}
-    for name, value in state.items():
-        if name == "step" and layout.int_step:
-            entry["step"] = int(value)
-            entry["RMS"] = rms() if entry["step"] else 0.0
-        elif name in saved_names:
-            key = saved_names[name]
-            entry[key] = value.reshape(shapes.get(key, plan.shape))
-        elif name not in STATISTICS:
-            entry[name] = value
-    return entry
+    if not layout.int_step or "step" not in state:
+        return dict(state)
+    step = int(state["step"])
+    return {**state, "step": step, "RMS": rms() if step else 0.0}
 
 
-def _names(layout: Layout) -> dict[str, str]:
-    names = {layout.row: "row_var", layout.col: "col_var", layout.full: "variance"}
-    if layout.momentum is not None:
-        names[layout.momentum] = "momentum"
-    return names
+def _check_structure(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        keys = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f"a state dict should hold state and param_groups, got {keys}")
+    if not isinstance(state_dict["state"], Mapping):
+        raise ValueError(f"the state of a state dict should be a dict, got {type(state_dict['state']).__name__}")
+    groups = state_dict["param_groups"]
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        raise ValueError("the param_groups of a state dict should be a list of dicts with params, got something else")
 
 
-def _inside_shape(name: str, plan: Plan) -> tuple[int, ...]:
-    return {"row_var": plan.row_shape, "col_var": plan.col_shape}.get(name, plan.shape)
-
-
-def _shapes(layout: Layout, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The shapes of the statistics that a layout saves for a plan."""
-    if not plan.factored:
-        return {layout.full: plan.shape}
-    if layout.keepdim:
-        return {layout.row: plan.row_shape, layout.col: plan.col_shape}
-    size = plan.shape
-    return {
-        layout.row: tuple(size[i] for i in range(len(size)) if i not in plan.cols),
-        layout.col: tuple(size[i] for i in range(len(size)) if i not in plan.rows),
-    }
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{tuple(value.shape)}" if value.is_floating_point() else f"{value.dtype}"
 
 
 def _step(entry: Mapping[str, Any], label: str) -> Tensor:

@@ -1,11 +1,9 @@
-"""The one Optimizer subclass: groups, state, the step, and saving and loading. Dialects are subclasses with a rule."""
+"""The one Optimizer subclass: groups, state, the step, and the lr that a group shows. Dialects are its subclasses."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -13,13 +11,11 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.parameter import is_lazy
 
-from . import backends, checks, layouts, state
+from . import backends, checks, saving, state
 from .layouts import Layout
 from .rule import Form, Rule, numbers
+from .shapes import MODES, Factoring, Plan
 from .sweeps import Backend, Batch, Item, run, waves
-
-ENGINE_ARGUMENTS = ("foreach", "fused")
-"""The arguments that say how a step is computed, not what: never taken from a saved state."""
 
 
 class _Key(NamedTuple):
@@ -29,6 +25,13 @@ class _Key(NamedTuple):
     form: Form
     dtype: torch.dtype
     device: torch.device
+
+
+class _Work(NamedTuple):
+    """What a step needs to know of one parameter."""
+
+    plan: Plan
+    rule: Rule
 
 
 class BaseAdafactor(torch.optim.Optimizer):
@@ -41,7 +44,7 @@ class BaseAdafactor(torch.optim.Optimizer):
     """The layout that ``state_dict()`` writes."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        # rms(p) of the last step, for step_sizes() and for layouts that save it. Derived, so no part of the state.
+        # rms(p) of the last step, for step_sizes() and for layouts that save it: derived, so no state.
         self._rms: dict[Tensor, Tensor] = {}
         # What a relative group's lr was last set to show, by the group's id: another value is somebody else's.
         self._shown: dict[int, float] = {}
@@ -55,8 +58,21 @@ class BaseAdafactor(torch.optim.Optimizer):
         """What a step of the group computes. Raises a ValueError that names the argument, its rule and its value."""
         raise NotImplementedError
 
+    @staticmethod
+    def factoring(group: Mapping[str, Any]) -> Factoring:
+        """Which of the group's shapes are factored, and over which dims. Raises a ValueError like ``rule``."""
+        return Factoring(
+            checks.choice("factor", group.get("factor", "last"), MODES),
+            checks.count("min_dim_size_to_factor", group.get("min_dim_size_to_factor", 0)),
+        )
+
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_rms": self._rms, "_shown": {}, "_warned_lr": self._warned_lr}
+        # A copy has to save and show what the original does.
+        return super().__getstate__() | {"_rms": self._rms, "_warned_lr": self._warned_lr}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._shown = {id(group): group["lr"] for group in self.param_groups}
 
     # Groups
 
@@ -67,7 +83,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             param_group: ``params`` (tensors or (name, tensor) pairs) and the options that differ from the defaults.
 
         Raises:
-            ValueError: an option or a parameter is refused; the optimizer stays as it was.
+            ValueError: an option or a parameter is refused; the optimizer and the dict stay as they were.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group should be a dict, got {type(param_group).__name__}")
@@ -95,25 +111,35 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> Rule:
         backends.check(group)
+        self.factoring(group)
         return self.rule(group)
 
     # State
 
     def _make_state(self, group: Mapping[str, Any]) -> None:
-        """Make the state of parameters that will have gradients, so that it is there before the first step."""
+        """Make what is missing of the state of parameters that will have gradients, before the first step or a save."""
+        # lr has no part in it, and may be bad for now.
+        rule = self.rule({**group, "lr": 0.0})
         for p in group["params"]:
-            waiting = p.requires_grad and not p.is_meta and not is_lazy(p) and self._steps_of(p) == 0
-            if waiting and not state.fits(self.state[p], p):
-                state.ensure(self.state[p], p, self.rule(group))
+            if p.requires_grad and not p.is_meta and not is_lazy(p):
+                plan = self._plan(p, group)
+                if self._steps_of(p) == 0 or state.fits(self.state[p], plan, self.layout):
+                    state.ensure(self.state[p], p, plan, rule, self.layout)
 
-    def _refresh_state(self) -> None:
-        """Make missing state, and forget tensors that are in no group any more (swapped for others, say)."""
-        current = {p for group in self.param_groups for p in group["params"]}
-        for stale in [key for key in self.state if isinstance(key, Tensor) and key not in current]:
-            del self.state[stale]
-            self._rms.pop(stale, None)
-        for group in self.param_groups:
-            self._make_state(group)
+    def _plan(self, p: Tensor, group: Mapping[str, Any]) -> Plan:
+        return self.factoring(group).plan(tuple(p.shape))
+
+    def _steps_of(self, p: Tensor) -> float:
+        return state.steps(self.state.get(p))
+
+    def _forget_swapped(self) -> None:
+        """Let go of tensors that are in no group any more: of state without steps, and of what is derived."""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if max(len(self.state), len(self._rms)) > count:
+            current = {p for group in self.param_groups for p in group["params"]}
+            for p in [p for p in self.state if p not in current and isinstance(p, Tensor) and self._steps_of(p) == 0]:
+                del self.state[p]
+            self._rms = {p: rms for p, rms in self._rms.items() if p in current}
 
     # The step
 
@@ -134,8 +160,8 @@ class BaseAdafactor(torch.optim.Optimizer):
             The closure's loss, or None without one.
 
         Raises:
-            ValueError: a group's option is out of range, or a parameter has changed its shape.
-            RuntimeError: a gradient is sparse. In either case nothing was touched.
+            ValueError: a group's option is out of range, a parameter has changed its shape, or a gradient has another.
+            RuntimeError: a gradient is sparse, or a CUDA graph is being captured. A refused step touches nothing.
         """
         loss = None
         if closure is not None:
@@ -144,51 +170,68 @@ class BaseAdafactor(torch.optim.Optimizer):
 
         # Everything that may be refused is looked at before anything is written.
         rules = [self._check_group(group) for group in self.param_groups]
-        work: dict[_Key, dict[Tensor, Rule]] = {}
+        batches: dict[_Key, dict[Tensor, _Work]] = {}
+        unready: dict[Tensor, _Work] = {}
         for index, (group, rule) in enumerate(zip(self.param_groups, rules, strict=True)):
-            backend = backends.choose(group)
+            backend, factoring, form = backends.choose(group), self.factoring(group), rule.form
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
                 checks.parameter(p, group, index, position)
-                checks.gradient(p.grad, group, index, position)
-                self._check_shape(p, group, index, position)
+                checks.gradient(p, p.grad, group, index, position)
+                work = _Work(factoring.plan(tuple(p.shape)), rule)
+                own = self.state.get(p)
+                if not own or not state.ready(own, p, *work, self.layout):
+                    self._check_shape(p, work.plan, group, index, position)
+                    unready[p] = work
                 # A tensor that was passed twice takes one step.
-                work.setdefault(_Key(backend, rule.form, state.arithmetic(p), p.device), {})[p] = rule
+                batches.setdefault(_Key(backend, form, state.arithmetic(p), p.device), {})[p] = work
+        _refuse_capture(batches)
         self._warn_of_lr(rules)
 
-        for batch in work.values():
-            for p, rule in batch.items():
-                state.ensure(self.state[p], p, rule)
-            torch._foreach_add_([self.state[p]["step"] for p in batch], 1.0)
-        for key, batch in work.items():
-            # An empty tensor counts its steps and has nothing to compute.
-            for wave in waves([p for p in batch if p.numel() > 0], key.backend.WAVE):
-                self._run(key, {p: batch[p] for p in wave})
+        for p, work in unready.items():
+            state.ensure(self.state[p], p, *work, self.layout)
+        for key, batch in batches.items():
+            self._run(key, batch)
         for group, rule in zip(self.param_groups, rules, strict=True):
             self._show_lr(group, rule)
+        self._forget_swapped()
         return loss
 
-    def _run(self, key: _Key, rules: Mapping[Tensor, Rule]) -> None:
-        items = []
-        for p in rules:
-            assert p.grad is not None
-            own = self.state[p]
-            m = own["momentum"] if key.form.momentum else None
-            items.append(
-                Item(state.plan_of(p), p, p.grad, own.get("row_var"), own.get("col_var"), own.get("variance"), m)
-            )
-        t = torch.stack([self.state[p]["step"] for p in rules])
-        table = numbers(list(rules.values()), t, key.dtype, key.device)
-        rms = run(Batch(items, table, key.form, key.dtype), key.backend)
-        if rms is not None:
-            self._rms.update(zip(rules, rms, strict=True))
+    def _run(self, key: _Key, batch: Mapping[Tensor, _Work]) -> None:
+        steps = [self.state[p]["step"] for p in batch]
+        torch._foreach_add_(steps, 1.0)
+        # An empty tensor counts its steps and has nothing to compute.
+        params = [p for p in batch if p.numel() > 0]
+        if not params:
+            return
+        t = torch.stack([self.state[p]["step"] for p in params])
+        table = numbers([batch[p].rule for p in params], t, key.dtype, key.device)
+        start = 0
+        for wave in waves(params, key.backend.WAVE):
+            items = [self._item(p, batch[p].plan, key.form) for p in wave]
+            part = table if len(wave) == len(params) else table.part(start, start + len(wave))
+            rms = run(Batch(items, part, key.form, key.dtype), key.backend)
+            if rms is not None:
+                self._rms.update(zip(wave, rms, strict=True))
+            start += len(wave)
 
-    def _check_shape(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
-        if self._steps_of(p) > 0 and not state.fits(self.state[p], p):
+    def _item(self, p: Tensor, plan: Plan, form: Form) -> Item:
+        assert p.grad is not None
+        own, layout = self.state[p], self.layout
+        m = None if form.momentum is None else own[layout.momentum]
+        if not plan.factored:
+            return Item(plan, p, p.grad, None, None, own[layout.full], m)
+        R, C = own[layout.row], own[layout.col]
+        if not layout.keepdim:
+            R, C = R.view(plan.row_shape), C.view(plan.col_shape)
+        return Item(plan, p, p.grad, R, C, None, m)
+
+    def _check_shape(self, p: Tensor, plan: Plan, group: Mapping[str, Any], index: int, position: int) -> None:
+        if self._steps_of(p) > 0 and not state.fits(self.state[p], plan, self.layout):
             raise ValueError(
-                f"{checks.label(group, index, position)} should keep the shape it has taken steps in, "
-                f"got {tuple(p.shape)}"
+                f"{checks.label(group, index, position)} should keep the shape and the factors it has taken steps "
+                f"with, got shape {plan.shape} with rows {plan.rows} and columns {plan.cols}"
             )
 
     # The learning rate as a group shows it
@@ -199,36 +242,32 @@ class BaseAdafactor(torch.optim.Optimizer):
             group["lr"] = rule.step_size(max(map(self._steps_of, group["params"]), default=0.0))
             self._shown[id(group)] = group["lr"]
 
-    def _steps_of(self, p: Tensor) -> float:
-        steps: float = self.state[p]["step"].item() if self.state.get(p) else 0.0
-        return steps
-
     def _warn_of_lr(self, rules: Sequence[Rule]) -> None:
         for index, (group, rule) in enumerate(zip(self.param_groups, rules, strict=True)):
             shown = self._shown.get(id(group))
-            if self._warned_lr or shown is None or isinstance(rule.lr, Tensor) or rule.lr in (0, shown):
-                continue
-            warnings.warn(
-                f"the lr of parameter group {index} was set to {rule.lr}, which has no effect while the step size is "
-                "relative; only 0 has one: nothing moves",
-                stacklevel=5,
-            )
-            self._warned_lr = True
+            known = shown is not None and not isinstance(rule.lr, Tensor)
+            if rule.relative and known and rule.lr not in (0, shown) and not self._warned_lr:
+                checks.warn(
+                    f"the lr of parameter group {index} was set to {rule.lr}, which has no effect while the step size "
+                    "is relative; only 0 has one: nothing moves"
+                )
+                self._warned_lr = True
 
     def step_sizes(self) -> list[float | None]:
-        """The step size alpha of each group: rho times the parameter scale of its first parameter that has stepped.
+        """The step size alpha of each group's first parameter that has stepped: rho, times its scale at the last step.
 
-        None for a group that has not stepped yet. Reads that parameter's scale, so it may wait for an accelerator.
+        None for a group that has not stepped yet. rho is that of the group's present options. Reads the scale from the
+        device, so it may wait for an accelerator.
         """
         sizes: list[float | None] = []
         for group in self.param_groups:
-            rule = self.rule(group)
-            stepped = next((p for p in group["params"] if self._steps_of(p) > 0), None)
-            if stepped is None:
+            p = next((p for p in group["params"] if self._steps_of(p) > 0), None)
+            if p is None:
                 sizes.append(None)
                 continue
-            alpha = 0.0 if _is_zero(rule.lr) else rule.step_size(self._steps_of(stepped))
-            sizes.append(alpha * max(self._rms_of(stepped), rule.eps2) if rule.scale else alpha)
+            rule = self.rule(group)
+            rho = 0.0 if _is_zero(rule.lr) else rule.step_size(self._steps_of(p))
+            sizes.append(rho * max(self._rms_of(p), rule.eps2) if rule.scale else rho)
         return sizes
 
     def _rms_of(self, p: Tensor) -> float:
@@ -241,26 +280,15 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state and the groups, in the layout of the system that the dialect matches."""
-        self._refresh_state()
-
-        def translate(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            params = self._params_by_id(saved["param_groups"])
-            for key, entry in saved["state"].items():
-                if key in params and entry:
-                    rms = partial(self._rms_of, params[key])
-                    saved["state"][key] = layouts.write(self.layout, entry, state.saved_plan(entry), rms)
-            for group in saved["param_groups"]:
-                # Without momentum there is no buffer, and the others look for one wherever beta1 is a number.
-                if group.get("beta1") == 0:
-                    group["beta1"] = None
-            return saved
-
-        # The first of the hooks, so that a user's hook sees what will be saved.
-        handle = self.register_state_dict_post_hook(translate, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        for group in self.param_groups:
+            self._make_state(group)
+        saved = saving.to_save(self.param_groups, self.state, self.layout, self._rms_of)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, saved)
+            saved = saved if result is None else result
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what any system known to ``layouts`` saved. What was saved is copied, statistics keep their precision.
@@ -274,71 +302,27 @@ class BaseAdafactor(torch.optim.Optimizer):
         Raises:
             ValueError: it does not fit this optimizer; the optimizer stays as it was.
         """
-        loaded: dict[Tensor, dict[str, Any]] = {}
-        rms: dict[Tensor, Tensor] = {}
-
-        def adopt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            layout = layouts.detect(saved, self.layout)
-            groups = self._merge_groups(saved["param_groups"], layout)
-            others = {}
-            params = self._params_by_id(groups)
-            for key, entry in saved["state"].items():
-                if key not in params:
-                    others[key] = entry
-                elif entry:
-                    p = params[key]
-                    loaded[p] = state.copy_for(p, layouts.read(layout, entry, state.plan_of(p), f"parameter {key}"))
-                    if "RMS" in entry:
-                        rms[p] = torch.as_tensor(entry["RMS"], dtype=torch.float64)
-            # The base class would cast the statistics to the parameters' dtype, so it does not get to see them.
-            return {**saved, "state": others, "param_groups": groups}
-
-        def install(_: torch.optim.Optimizer) -> None:
-            self.state.update(loaded)
-            self._rms = rms
-            for group in self.param_groups:
-                self._make_state(group)
-                self._show_lr(group, self.rule(group))
-
-        # adopt comes last, after the user's hooks have changed the dict; install first, before they look at the result.
-        handles = [
-            self.register_load_state_dict_pre_hook(adopt),
-            self.register_load_state_dict_post_hook(install, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _params_by_id(self, saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
-        pairs = zip(saved_groups, self.param_groups, strict=True)
-        return {key: p for saved, live in pairs for key, p in zip(saved["params"], live["params"], strict=True)}
-
-    def _merge_groups(self, saved_groups: list[dict[str, Any]], layout: Layout) -> list[dict[str, Any]]:
-        """The groups as they will be once loaded, in the saved ones' ids; checked."""
-        sizes = [len(group["params"]) for group in saved_groups]
-        own_sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != own_sizes:
-            raise ValueError(
-                f"the state dict should have parameter groups of {own_sizes} parameters like the optimizer, got {sizes}"
-            )
-        if layout != self.layout:
-            warnings.warn(
-                f"loading the state of a {layout.name} optimizer: the groups keep their own hyper-parameters, "
-                f"since {layout.name}'s mean something else",
-                stacklevel=7,
-            )
-        groups = []
-        for live, saved in zip(self.param_groups, saved_groups, strict=True):
-            if layout != self.layout:
-                saved = {key: saved[key] for key in ("params", "param_names") if key in saved}
-            group = {**live, **saved, **{name: live[name] for name in ENGINE_ARGUMENTS}}
-            self._check_group(group)
-            groups.append(group)
-        return groups
+        # The base class would cast the statistics to the parameters' dtype, so none of this is left to it.
+        saved = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = pre_hook(self, saved)
+            saved = saved if result is None else result
+        loaded = saving.to_load(saved, self.param_groups, self.layout, self._check_group, self._plan)
+        states = type(self.state)(dict, loaded.states)
+        self.__setstate__({"state": states, "param_groups": loaded.groups})
+        self._rms = loaded.rms
+        for group in self.param_groups:
+            self._make_state(group)
+            self._show_lr(group, self.rule(group))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
 
 def _is_zero(lr: float | Tensor) -> bool:
     """Whether the host knows lr to be 0: one on an accelerator it does not read."""
     return not isinstance(lr, Tensor) and lr == 0
+
+
+def _refuse_capture(batches: Mapping[_Key, Any]) -> None:
+    if any(key.device.type == "cuda" for key in batches) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("step() should run outside of CUDA graph capture, got a capture, which would freeze t in it")

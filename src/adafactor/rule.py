@@ -16,16 +16,17 @@ class Rule:
     r"""What a step computes, whatever the dialect. This is the algorithm::
 
         t      <- t + 1
-        b      =  t ^ tau                                        1 - beta2_t
+        b      =  max(max(t - offset, 1) ^ tau, 1 - cap)         1 - beta2_t
         rho    =  lr | min(lr, 1/sqrt t) | min(1e-2, 1/sqrt t) | min(1e-6 t, 1/sqrt t)
         alpha  =  rho max(eps2, rms(p))                          rho alone without parameter scale
         R      <- R + b (mean over columns of |g|^2 + e - R)     e = eps1 in the statistics, else 0
         C      <- C + b (mean over rows    of |g|^2 + e - C)     without factors: V <- V + b (|g|^2 + e - V)
         V      =  R C / max(mean(C), f)                          f = eps1 as a floor, else 0
         u      =  g / max(sqrt V, f)                             0 where g = 0
-        u      <- alpha u / max(1, rms(u) / d)
-        u      <- m <- m + (1 - beta1) (u - m)                   only with momentum
-        p      <- p - lambda p - u                               lambda = weight_decay lr | weight_decay alpha
+        u      <- u / max(1, rms(u) / d)
+        u      <- alpha u                                        momentum "after": u <- m <- m + (1 - beta1) (u - m)
+                                                                 "before": so, of u rounded to m's dtype, then alpha u
+        p      <- p - lambda p - u                               lambda = weight_decay (lr | alpha | 1)
 
     rms(x) is the root of the mean of squares over the whole tensor; rms(p) is taken before p changes; mean(C) = mean(R)
     is over each matrix of a batch. With ``maximize``, -u. Where lr is 0, p stays as it is, whatever the rest says.
@@ -41,9 +42,13 @@ class Rule:
         eps1_in: whether eps1 is added into the statistics or is the floor of mean(C) and of sqrt V.
         eps2: the smallest parameter scale.
         tau: the exponent of 1 - beta2_t, at most 0.
+        offset: steps before beta2's schedule begins.
+        cap: the largest beta2.
         d: the clipping threshold of rms(u); None is no clipping.
         beta1: None is no momentum.
-        weight_decay: times lr or alpha, see decay_by.
+        momentum: whether m averages u after alpha or before it.
+        momentum_dtype: what m is kept in; None is the arithmetic's.
+        weight_decay: times lr, alpha or 1, see decay_by.
         decay_by: what weight_decay is multiplied by.
         maximize: whether to climb.
     """
@@ -58,8 +63,12 @@ class Rule:
     d: float | None
     beta1: float | None
     weight_decay: float
-    decay_by: Literal["lr", "alpha"]
+    decay_by: Literal["lr", "alpha", "one"]
     maximize: bool = False
+    offset: int = 0
+    cap: float = 1.0
+    momentum: Literal["after", "before"] = "after"
+    momentum_dtype: torch.dtype | None = None
 
     @property
     def relative(self) -> bool:
@@ -69,7 +78,9 @@ class Rule:
     @property
     def form(self) -> Form:
         """The part of the rule that decides which operations run; tensors of one form share a batch."""
-        return Form(self.rho, self.scale, self.beta1 is not None, self.decay_by if self.weight_decay else None)
+        momentum = None if self.beta1 is None else self.momentum
+        decay = self.decay_by if self.weight_decay else None
+        return Form(self.rho, self.scale, self.eps1_in == "statistics" and self.eps1 != 0, momentum, decay)
 
     def step_size(self, t: float) -> float:
         """rho at step t, as a float. t below 1 counts as 1, the step to come. Reads lr where it is a tensor."""
@@ -82,15 +93,17 @@ class Form(NamedTuple):
 
     rho: str
     scale: bool
-    momentum: bool
-    decay: Literal["lr", "alpha"] | None
+    added: bool
+    momentum: Literal["after", "before"] | None
+    decay: Literal["lr", "alpha", "one"] | None
 
 
 class Numbers(NamedTuple):
     """The table of step numbers: each a vector with one entry for each tensor, in the arithmetic's dtype and device.
 
-    Letters as in Rule; ``added`` is e; ``floor`` is f, but never 0; ``cap`` is 1/f, the largest inverse root, but
-    finite; ``decay`` is lambda, still to be multiplied by alpha where the form says so; ``d`` is inf for no clipping;
+    Letters as in Rule; ``added`` is e; ``floor`` is f, but never 0; ``cap`` is 1/f, the largest inverse root, but never
+    more than that of the smallest normal number (a gradient whose square underflows has a u of at most about 1, and one
+    of 0 has 0); ``decay`` is lambda, to be multiplied by alpha where the form says so; ``d`` is inf for no clipping;
     ``sign`` is -1 to climb; ``keep1`` is 1 - beta1; ``still`` marks tensors whose lr is 0, and is None where the host
     knows that there are none.
     """
@@ -106,6 +119,10 @@ class Numbers(NamedTuple):
     keep1: Tensor
     sign: Tensor
     still: Tensor | None
+
+    def part(self, start: int, stop: int) -> Numbers:
+        """The rows of some of the tensors."""
+        return Numbers(*(None if column is None else column[start:stop] for column in self))  # type: ignore[arg-type]
 
 
 def numbers(rules: Sequence[Rule], t: Tensor, dtype: torch.dtype, device: torch.device) -> Numbers:
@@ -134,14 +151,14 @@ def numbers(rules: Sequence[Rule], t: Tensor, dtype: torch.dtype, device: torch.
         lr = table[:, 0]
         if any(rule.lr == 0 for rule in rules):
             still = lr == 0
-    _, tau, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind(1)
+    _, tau, offset, least_b, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind(1)
     form = rules[0].form
     columns = [
-        t**tau,
+        torch.maximum((t - offset).clamp(min=1) ** tau, least_b),
         _rho(form.rho, lr, t),
         added,
         floor.clamp(min=limits.tiny),
-        floor.reciprocal().clamp(max=limits.max),
+        floor.reciprocal().clamp(max=limits.tiny**-0.5),
         eps2,
         d,
         # Rounded as torch rounds it, which multiplies by 1 - lambda: over many steps the difference adds up.
@@ -161,6 +178,8 @@ def _row(rule: Rule, machine_eps: float) -> tuple[float, ...]:
     return (
         0.0 if isinstance(rule.lr, Tensor) else rule.lr,
         rule.tau,
+        rule.offset,
+        1.0 - rule.cap,
         eps1 if in_statistics else 0.0,
         0.0 if in_statistics else eps1,
         rule.eps2,

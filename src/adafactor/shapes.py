@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
+
+MODES = ("last", "largest", "matrix")
+"""What a user may ask for; see Factoring."""
 
 
 @dataclass(frozen=True)
@@ -18,44 +22,93 @@ class Plan:
     """
 
     shape: tuple[int, ...]
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
 
     @property
     def factored(self) -> bool:
         """Whether R and C stand in for a full V."""
         return bool(self.rows)
 
-    @property
+    @cached_property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @cached_property
     def n(self) -> int:
         """The number of rows of each matrix."""
         return prod(self.shape[i] for i in self.rows)
 
-    @property
+    @cached_property
     def m(self) -> int:
         """The number of columns of each matrix."""
         return prod(self.shape[i] for i in self.cols)
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of R: the tensor's, with 1 for every column dim, so that R * C broadcasts to V."""
         return tuple(1 if i in self.cols else size for i, size in enumerate(self.shape))
 
-    @property
+    @cached_property
     def col_shape(self) -> tuple[int, ...]:
         """The shape of C: the tensor's, with 1 for every row dim."""
         return tuple(1 if i in self.rows else size for i, size in enumerate(self.shape))
 
+    @cached_property
+    def kept(self) -> int:
+        """How many numbers the statistics are: R and C together, or V."""
+        return prod(self.row_shape) + prod(self.col_shape) if self.factored else self.numel
 
-@lru_cache(maxsize=4096)
-def plan(shape: tuple[int, ...]) -> Plan:
-    """The plan that torch, transformers and towhee follow: the last two dims of anything with two or more.
 
-    >>> plan((512, 256, 3, 3)).row_shape, plan((512, 256, 3, 3)).col_shape
-    ((512, 256, 3, 1), (512, 256, 1, 3))
-    >>> plan((7,)).factored
-    False
+@dataclass(frozen=True)
+class Factoring:
+    """Which shapes are factored, and over which dims.
+
+    Attributes:
+        mode: "last", the last two dims; "largest", the two largest (the later of equals; the columns are the largest);
+            "matrix", the contiguous split into rows and columns that keeps the fewest numbers (of equals the first),
+            and a full V where that is no larger; "timm", dims 0 and 1 from three dims up where both are large enough,
+            else the last two; "none", a full V.
+        min_dim: the fewest rows and columns that are worth factors (for "timm", one fewer than that).
+        batch_dims: leading dims over which a tensor is a stack, each slice with a scale and clipping of its own.
     """
-    if len(shape) < 2:
-        return Plan(shape, (), ())
-    return Plan(shape, (len(shape) - 2,), (len(shape) - 1,))
+
+    mode: str = "last"
+    min_dim: int = 0
+    batch_dims: int = 0
+
+    @lru_cache(maxsize=4096)  # noqa: B019, a frozen value lives as long as it is used
+    def plan(self, shape: tuple[int, ...]) -> Plan:
+        """The plan of a shape.
+
+        >>> Factoring("last").plan((512, 256, 3, 3)).kept, Factoring("matrix").plan((512, 256, 3, 3)).kept
+        (786432, 2816)
+        >>> Factoring("largest", min_dim=128).plan((512, 64)).factored
+        False
+        """
+        best = Plan(shape)
+        fewest = best.kept if self.mode == "matrix" else None
+        for rows, cols in self._splits(shape):
+            found = Plan(shape, rows, cols)
+            large = min(found.n, found.m) >= self.min_dim + (self.mode == "timm")
+            if large and (fewest is None or found.kept < fewest):
+                best, fewest = found, found.kept
+                if self.mode != "matrix":
+                    break
+        return best
+
+    def _splits(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The row and column dims to try, in order of preference."""
+        free = range(self.batch_dims, len(shape))
+        if len(free) < 2:
+            return
+        if self.mode == "matrix":
+            yield from ((tuple(free[:k]), tuple(free[k:])) for k in range(1, len(free)))
+        elif self.mode == "largest":
+            *_, row, col = sorted(free, key=lambda i: shape[i])
+            yield (row,), (col,)
+        elif self.mode != "none":
+            if self.mode == "timm" and len(free) > 2:
+                yield (free[0],), (free[1],)
+            yield (free[-2],), (free[-1],)

@@ -1,7 +1,7 @@
-"""One parameter's state inside: what it holds, when it fits, how it is made and moved.
+"""One parameter's state: what it holds, when it fits, how it is made, moved and copied.
 
-``step`` (float32, 0-d, on the CPU); ``row_var`` and ``col_var`` (R and C, each with size 1 in the dims it averages)
-or ``variance`` (V); ``momentum`` (m) where the rule has it. The tensors are in the dtype of the arithmetic.
+It holds ``step`` (float32, 0-d, on the CPU), R and C or V, and m where the rule has momentum, under the names and in
+the shapes of the dialect's layout: checkpoint tools take the names of what they restore from it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layouts import STATISTICS
+from .layouts import Layout
 from .rule import Rule
-from .shapes import Plan, plan
+from .shapes import Plan
 
 State = dict[str, Any]
-
-
-def plan_of(p: Tensor) -> Plan:
-    """The parameter's plan."""
-    return plan(tuple(p.shape))
 
 
 def arithmetic(p: Tensor) -> torch.dtype:
@@ -29,52 +24,73 @@ def arithmetic(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype is torch.float64 else torch.float32
 
 
-def saved_plan(state: Mapping[str, Any]) -> Plan:
-    """The plan that a state was made for: p may be flattened or empty at the moment."""
-    if "variance" in state:
-        return plan(tuple(state["variance"].shape))
-    sizes = zip(state["row_var"].shape, state["col_var"].shape, strict=True)
-    return plan(tuple(row if col == 1 else col for row, col in sizes))
+def tensors(
+    plan: Plan, rule: Rule, layout: Layout, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and the dtype of every tensor that the state of a parameter holds, its step count aside.
+
+    Args:
+        plan: the parameter's.
+        rule: its group's, for the momentum.
+        layout: the dialect's.
+        dtype: of the arithmetic.
+    """
+    held = {name: (shape, dtype) for name, shape in layout.shapes(plan).items()}
+    if rule.beta1 is not None:
+        held[layout.momentum] = plan.shape, rule.momentum_dtype or dtype
+    return held
 
 
-def fits(state: Mapping[str, Any], p: Tensor) -> bool:
-    """Whether a state was made for p's shape."""
-    made = {name: tuple(value.shape) for name, value in state.items() if name in STATISTICS}
-    wanted = _shapes(p)
-    return all(made.get(name) == shape for name, shape in wanted.items() if name != "momentum") and all(
-        wanted.get(name) == shape for name, shape in made.items()
+def steps(state: Mapping[str, Any] | None) -> float:
+    """How many steps a state has counted."""
+    return float(state["step"]) if state and "step" in state else 0.0
+
+
+def fits(state: Mapping[str, Any], plan: Plan, layout: Layout) -> bool:
+    """Whether a state was made for a plan."""
+    shapes = {name: tuple(state[name].shape) for name in layout.names if name in state}
+    return shapes.pop(layout.momentum, plan.shape) == plan.shape and shapes == layout.shapes(plan)
+
+
+def ready(state: Mapping[str, Any], p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> bool:
+    """Whether a step can use a state as it is: everything is there, for this plan, where p is, in the right dtype."""
+    return isinstance(state.get("step"), Tensor) and all(
+        (value := state.get(name)) is not None
+        and value.shape == shape
+        and value.dtype == dtype
+        and value.device == p.device
+        for name, (shape, dtype) in tensors(plan, rule, layout, arithmetic(p)).items()
     )
 
 
-def ensure(state: State, p: Tensor, rule: Rule) -> None:
-    """Make what p's state lacks, all of it where it was made for another shape, and move what p has moved away from."""
-    if not fits(state, p):
-        state.clear()
-        state["step"] = torch.zeros((), dtype=torch.float32)
-    dtype = arithmetic(p)
-    for name, shape in _shapes(p).items():
+@torch.inference_mode(False)
+def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> None:
+    """Make what p's state lacks, all of it where it was made for another plan, and move what p has moved away from.
+
+    Never as inference tensors, which no later step could write to.
+    """
+    if not fits(state, plan, layout):
+        for name in ("step", *layout.names):
+            state.pop(name, None)
+    if not isinstance(state.get("step"), Tensor):
+        state["step"] = torch.tensor(steps(state), dtype=torch.float32)
+    for name, (shape, dtype) in tensors(plan, rule, layout, arithmetic(p)).items():
         kept = state.get(name)
         if kept is None:
-            if name != "momentum" or rule.beta1 is not None:
-                state[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+            state[name] = torch.zeros(shape, dtype=dtype, device=p.device)
         elif kept.dtype != dtype or kept.device != p.device:
             state[name] = kept.to(p.device, dtype)
 
 
-def copy_for(p: Tensor, state: Mapping[str, Any]) -> State:
-    """A copy of a loaded state where p's step needs it: statistics beside p in the dtype of the arithmetic."""
+@torch.inference_mode(False)
+def copy_for(p: Tensor, state: Mapping[str, Any], plan: Plan, rule: Rule, layout: Layout) -> State:
+    """A copy of a loaded state where p's step needs it: beside p, statistics in the dtypes they are kept in."""
+    kept = tensors(plan, rule, layout, arithmetic(p))
     copy: State = {}
     for name, value in state.items():
-        if isinstance(value, Tensor) and name != "step":
-            dtype = arithmetic(p) if name in STATISTICS else value.dtype
-            value = value.detach().to(p.device, dtype, copy=True)
+        if isinstance(value, Tensor):
+            _, dtype = kept.get(name, (None, value.dtype))
+            device = value.device if name == "step" else p.device
+            value = value.detach().to(device, dtype, copy=True)
         copy[name] = value
     return copy
-
-
-def _shapes(p: Tensor) -> dict[str, tuple[int, ...]]:
-    """Every tensor that p's state may hold."""
-    factors = plan_of(p)
-    if not factors.factored:
-        return {"variance": factors.shape, "momentum": factors.shape}
-    return {"row_var": factors.row_shape, "col_var": factors.col_shape, "momentum": factors.shape}

@@ -71,44 +71,65 @@ class Backend(Protocol):
         """Row and column sums of |g|^2, and sums of p^2 where the form scales. Writes nothing."""
         ...
 
-    def measure(self, batch: Batch) -> Tensor:
-        """[k] sums of u^2. Brings a full V up to date first."""
+    def measure(self, batch: Batch, means: list[Tensor | None]) -> Tensor:
+        """[k] sums of u^2, given mean(C) or its floor for each factored tensor. Brings a full V up to date first."""
         ...
 
-    def apply(self, batch: Batch, step: Tensor, decay: Tensor | None) -> None:
-        """Take u, times step, through momentum off the parameters, which lose decay of themselves too ([k] both)."""
+    def apply(self, batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
+        """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
         ...
 
 
 def run(batch: Batch, backend: Backend) -> Tensor | None:
     """One step of a batch, in place. Returns [k] rms(p) from before the step where the form scales by it."""
     form, numbers = batch.form, batch.numbers
-    numel = torch.tensor([item.p.numel() for item in batch.items], dtype=batch.dtype)
+    numel = torch.tensor([item.plan.numel for item in batch.items], dtype=batch.dtype)
     numel = numel.to(numbers.b.device, non_blocking=True)
 
     sums = backend.observe(batch)
     # Sharded tensors reduce rows, cols and p2 here.
-    small = zip(batch.items, sums.rows, sums.cols, scalars(numbers.b), scalars(numbers.added), strict=True)
-    for item, rows, cols, b, added in small:
-        if item.R is not None and item.C is not None and rows is not None and cols is not None:
-            item.R.lerp_(rows.div_(item.plan.m).add_(added), b)
-            item.C.lerp_(cols.div_(item.plan.n).add_(added), b)
+    means = average(batch, sums)
     rms_p = None if sums.p2 is None else (sums.p2 / numel).sqrt()
     alpha = numbers.rho if rms_p is None else numbers.rho * torch.maximum(rms_p, numbers.eps2)
+    if numbers.still is not None:
+        alpha = alpha.masked_fill(numbers.still, 0)
 
-    u2 = backend.measure(batch)
+    u2 = backend.measure(batch, means)
     # Sharded tensors reduce u2 here.
     rms_u = (u2 / numel).sqrt()
     # Without clipping, d = inf, an overflow of u2 must not count.
     clip = torch.where(numbers.d < torch.inf, (rms_u / numbers.d).clamp(min=1), 1)
-    step = numbers.sign * alpha / clip
+    step, size = numbers.sign / clip, None
+    if form.momentum == "before":
+        size = alpha
+    else:
+        step = step * alpha
     decay = None
     if form.decay is not None:
         decay = numbers.decay * alpha if form.decay == "alpha" else numbers.decay
         if numbers.still is not None:
             decay = decay.masked_fill(numbers.still, 0)
-    backend.apply(batch, step, decay)
+    backend.apply(batch, step, size, decay)
     return rms_p
+
+
+def average(batch: Batch, sums: Sums) -> list[Tensor | None]:
+    """Take the first sweep's sums into R and C. Returns mean(C) of each factored tensor, at least its floor.
+
+    mean(C) = mean(R): taken from C on every path, since a shard of rows has C whole.
+    """
+    n = batch.numbers
+    means: list[Tensor | None] = []
+    columns = (scalars(n.b), scalars(n.added), scalars(n.floor))
+    for item, rows, cols, b, added, floor in zip(batch.items, sums.rows, sums.cols, *columns, strict=True):
+        if item.R is None or item.C is None or rows is None or cols is None:
+            means.append(None)
+            continue
+        for statistic, total, count in ((item.R, rows, item.plan.m), (item.C, cols, item.plan.n)):
+            mean = total.div_(count)
+            statistic.lerp_(mean.add_(added) if batch.form.added else mean, b)
+        means.append(item.C.mean(dim=item.plan.cols, keepdim=True).clamp_(min=floor))
+    return means
 
 
 def waves(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

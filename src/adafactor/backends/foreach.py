@@ -1,7 +1,7 @@
-"""The three sweeps over many tensors at once: faster on accelerators, at the price of one copy of all parameters.
+"""The three sweeps over many tensors at once, at the price of temporaries of the size of all parameters.
 
-The maths of one tensor is reference.py's; here its elementwise part runs as torch._foreach_* operations, for which
-PyTorch launches one kernel for many tensors. Factors, whose shapes all differ, go tensor by tensor.
+The maths of one tensor is reference.py's; here its elementwise part runs as torch._foreach_* operations, which are
+fused over tensors where PyTorch has a kernel for them. Factors, whose shapes all differ, go tensor by tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sys import maxsize
 import torch
 from torch import Tensor
 
-from ..reference import factor_sums, inverse_root
+from ..reference import factor_sums, inverse_root, lose, momentum, norm, select
 from ..sweeps import Batch, Sums, scalars
 
 WAVE = maxsize
@@ -24,41 +24,48 @@ def observe(batch: Batch) -> Sums:
     factors = [factor_sums(item, batch.dtype) for item in batch.items]
     p2 = None
     if batch.form.scale:
-        p2 = _squared_norms([item.p.to(batch.dtype) for item in batch.items])
+        p2 = torch.stack([norm(item.p.to(batch.dtype)) for item in batch.items]).square_()
     return Sums([rows for rows, _ in factors], [cols for _, cols in factors], p2)
 
 
-def measure(batch: Batch) -> Tensor:
-    """[k] sums of u^2. Brings a full V up to date first."""
-    n = batch.numbers
+def measure(batch: Batch, means: list[Tensor | None]) -> Tensor:
+    """[k] sums of u^2, given mean(C) or its floor for each factored tensor. Brings a full V up to date first."""
+    b, added, cap = (scalars(column) for column in (batch.numbers.b, batch.numbers.added, batch.numbers.cap))
     grads = [item.g.to(batch.dtype) for item in batch.items]
     full = [i for i, item in enumerate(batch.items) if item.V is not None]
     if full:
         squares = torch._foreach_mul([grads[i] for i in full], [grads[i] for i in full])
-        torch._foreach_add_(squares, scalars(n.added[full]))
-        torch._foreach_lerp_([V for item in batch.items if (V := item.V) is not None], squares, scalars(n.b[full]))
-    limits = zip(batch.items, scalars(n.floor), scalars(n.cap), strict=True)
-    batch.u.extend(inverse_root(item, floor, cap) for item, floor, cap in limits)
+        if batch.form.added:
+            torch._foreach_add_(squares, [added[i] for i in full])
+        V = [V for item in batch.items if (V := item.V) is not None]
+        torch._foreach_lerp_(V, squares, [b[i] for i in full])
+    batch.u.extend(inverse_root(*each) for each in zip(batch.items, means, cap, strict=True))
     torch._foreach_mul_(batch.u, grads)
-    return _squared_norms(batch.u)
+    return torch.stack([norm(u) for u in batch.u]).square_()
 
 
-def apply(batch: Batch, step: Tensor, decay: Tensor | None) -> None:
-    """Take u, times step, through momentum off the parameters, which lose decay of themselves too ([k] both)."""
+def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
+    """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
     u, still = batch.u, batch.numbers.still
     torch._foreach_mul_(u, scalars(step))
-    _clear(u, still)
-    if batch.form.momentum:
+    if size is None:
+        _clear(u, still)
+    if batch.form.momentum is not None:
+        keep1 = scalars(batch.numbers.keep1)
         m = [item.m for item in batch.items if item.m is not None]
-        torch._foreach_lerp_(m, u, scalars(batch.numbers.keep1))
-        torch._foreach_copy_(u, m)
+        if all(tensor.dtype == batch.dtype for tensor in m):
+            torch._foreach_lerp_(m, u, keep1)
+            torch._foreach_copy_(u, m)
+        else:
+            u = [momentum(*each, rounded=size is not None) for each in zip(u, m, keep1, strict=True)]
+        if size is not None:
+            torch._foreach_mul_(u, scalars(size))
         _clear(u, still)
     params = [item.p for item in batch.items]
     p = [param.to(batch.dtype) for param in params]
     if decay is not None:
-        lost = torch._foreach_mul(p, scalars(decay))
-        _clear(lost, still)
-        torch._foreach_sub_(p, lost)
+        for i, (tensor, share) in enumerate(zip(p, decay, strict=True)):
+            lose(tensor, share, still, i)
     torch._foreach_sub_(p, u)
     # The parameters of a batch share the arithmetic's dtype, not their own: some are copies here, some are themselves.
     copied = [i for i, param in enumerate(params) if p[i] is not param]
@@ -66,11 +73,6 @@ def apply(batch: Batch, step: Tensor, decay: Tensor | None) -> None:
         torch._foreach_copy_([params[i] for i in copied], [p[i] for i in copied])
 
 
-def _squared_norms(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(tensors)).square_()
-
-
 def _clear(tensors: Sequence[Tensor], still: Tensor | None) -> None:
-    if still is not None:
-        for tensor, mask in zip(tensors, still, strict=True):
-            tensor.masked_fill_(mask, 0)
+    for i, tensor in enumerate(tensors):
+        select(tensor, still, i)

@@ -42,9 +42,12 @@ class Adafactor(BaseAdafactor):
         eps: (eps1, eps2): the floor of the denominators, None for the machine epsilon; the smallest parameter scale.
         d: the clipping threshold of rms(u), above 0; None for no clipping.
         weight_decay: decoupled, times lr.
-        foreach: True steps all tensors at once with ``torch._foreach_*``, which takes memory for a copy of the
-            parameters; None and False step tensor by tensor.
+        foreach: True steps all tensors at once with ``torch._foreach_*``, at the price of
+            temporaries of the parameters' size; None and False step tensor by tensor.
         maximize: whether to climb.
+        factor: which dims are rows and columns: "last", the last two; "largest", the two largest; "matrix", the
+            contiguous split of the dims that keeps the fewest numbers, with a full V where that is no larger.
+        min_dim_size_to_factor: the fewest rows and columns that are factored.
         fused: None and False are plain PyTorch; there is no kernel yet, so True is refused.
 
     Raises:
@@ -73,6 +76,8 @@ class Adafactor(BaseAdafactor):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
+        factor: str = "last",
+        min_dim_size_to_factor: int = 0,
         fused: bool | None = None,
     ) -> None:
         defaults = {
@@ -83,6 +88,8 @@ class Adafactor(BaseAdafactor):
             "weight_decay": weight_decay,
             "foreach": foreach,
             "maximize": maximize,
+            "factor": factor,
+            "min_dim_size_to_factor": min_dim_size_to_factor,
             "fused": fused,
         }
         super().__init__(params, defaults)

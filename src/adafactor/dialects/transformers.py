@@ -46,9 +46,7 @@ class Adafactor(BaseAdafactor):
         scale_parameter: whether the step size is scaled by rms(p).
         relative_step: whether the step size comes from the step count in place of lr.
         warmup_init: whether the relative step size starts at 1e-6 and grows.
-        foreach: True steps all tensors at once with ``torch._foreach_*``, which takes memory for a copy of the
-            parameters; None and False step tensor by tensor.
-        fused: None and False are plain PyTorch; there is no kernel yet, so True is refused.
+        factor, min_dim_size_to_factor, foreach, fused: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range, lr is given with relative_step, or warmup_init
@@ -79,6 +77,8 @@ class Adafactor(BaseAdafactor):
         relative_step: bool = True,
         warmup_init: bool = False,
         *,
+        factor: str = "last",
+        min_dim_size_to_factor: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
@@ -92,6 +92,8 @@ class Adafactor(BaseAdafactor):
             "scale_parameter": scale_parameter,
             "relative_step": relative_step,
             "warmup_init": warmup_init,
+            "factor": factor,
+            "min_dim_size_to_factor": min_dim_size_to_factor,
             "foreach": foreach,
             "fused": fused,
         }
@@ -133,6 +135,8 @@ class Adafactor(BaseAdafactor):
 
 
 def _check_conflicts(lr: Any, relative_step: Any, warmup_init: Any) -> None:
+    relative_step = checks.flag("relative_step", relative_step)
+    warmup_init = checks.flag("warmup_init", warmup_init)
     if lr is not None and relative_step:
         raise ValueError(f"lr should be None with relative_step=True, which chooses the step size, got {lr!r}")
     if warmup_init and not relative_step:
