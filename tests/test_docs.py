@@ -1,0 +1,26 @@
+"""What the README shows has to run as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_readmes_python_runs(block):
+    """A newcomer pastes it first."""
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_there_is_python_in_the_readme():
+    assert BLOCKS
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page):
+    """A table of deviations that cannot be found is none."""
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
