@@ -9,14 +9,17 @@ import transformers.optimization
 from helpers import DATA, assert_same_path, parameters, random_steps, trajectory
 
 import adafactor
+from adafactor.dialects import big_vision, optax, timm, towhee
 from adafactor.dialects import torch as torch_dialect
-from adafactor.dialects import towhee
 from adafactor.dialects import transformers as transformers_dialect
 
 OURS = {
     "torch.optim.Adafactor": torch_dialect.Adafactor,
     "transformers.Adafactor": transformers_dialect.Adafactor,
     "towhee.Adafactor": towhee.Adafactor,
+    "optax.adafactor": optax.Adafactor,
+    "timm.Adafactor": timm.Adafactor,
+    "timm.AdafactorBigVision": big_vision.Adafactor,
 }
 RECORDED = sorted(path.stem for path in DATA.glob("*.npz") if path.stem != "inputs")
 
@@ -38,7 +41,7 @@ def test_recorded_trajectories(case, foreach):
 
 
 def test_all_recorded_systems_are_compared():
-    assert {case.split("_")[0] for case in RECORDED} == {"torch", "hf", "towhee"}
+    assert {case.split("_")[0] for case in RECORDED} == {"torch", "hf", "towhee", "optax", "timm"}
 
 
 SHAPES = [(17, 30), (33, 8), (11,), (), (1, 6), (7, 1), (2, 3, 4), (4, 3, 2, 2), (1, 1)]

@@ -23,9 +23,17 @@ ORDER = [
     ["state"],
     ["saving"],
     ["optimizer"],
-    ["dialects", "dialects.torch", "dialects.transformers"],
+    [
+        "dialects",
+        "dialects.big_vision",
+        "dialects.optax",
+        "dialects.paper",
+        "dialects.timm",
+        "dialects.torch",
+        "dialects.transformers",
+    ],
     ["dialects.towhee"],
-    ["adafactor"],
+    ["adafactor", "memory"],
 ]
 LIBRARY = {name: level for level, names in enumerate(ORDER) for name in names}
 

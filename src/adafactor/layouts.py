@@ -7,7 +7,7 @@ translation loses nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ class Layout:
     def factoring_of(self, group: Mapping[str, Any]) -> Factoring:
         """What a saved group's parameters were factored over."""
         own = self.factoring
-        mode, min_dim = group.get("factor") or own.mode, group.get("min_dim_size_to_factor", own.min_dim)
+        mode = (group.get("factor") or own.mode) if group.get("factored", True) else "none"
+        min_dim = group.get("min_dim_size_to_factor", own.min_dim)
         return Factoring(mode, min_dim, group.get("batch_dims", own.batch_dims))
 
 
@@ -85,7 +86,21 @@ TRANSFORMERS = Layout(
     marks=frozenset({"clip_threshold", "relative_step"}),
     factoring=Factoring("last"),
 )
-LAYOUTS = (TORCH, TRANSFORMERS)
+PAPER = replace(TORCH, name="paper", marks=frozenset({"d", "decay_rate"}))
+OPTAX = replace(TORCH, name="optax", marks=frozenset({"weight_decay_rate"}), factoring=Factoring("largest", 128))
+BIG_VISION = replace(
+    TORCH,
+    name="big_vision",
+    row="exp_avg_sq_r",
+    col="exp_avg_sq_c",
+    full="exp_avg_sq",
+    momentum="exp_avg",
+    marks=frozenset({"beta2_cap"}),
+    factoring=Factoring("largest", 16),
+)
+TIMM = replace(TRANSFORMERS, name="timm", marks=frozenset({"eps_scale"}), factoring=Factoring("timm", 16))
+# timm's groups have all that marks transformers' and more, so it comes first.
+LAYOUTS = (TORCH, PAPER, OPTAX, BIG_VISION, TIMM, TRANSFORMERS)
 
 
 def detect(state_dict: Mapping[str, Any], own: Layout) -> Layout:

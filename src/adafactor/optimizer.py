@@ -15,7 +15,7 @@ from . import backends, checks, saving, state
 from .layouts import Layout
 from .rule import Form, Rule, numbers
 from .shapes import MODES, Factoring, Plan
-from .sweeps import Backend, Batch, Item, run, waves
+from .sweeps import Backend, Batch, Item, run, stacked, waves
 
 
 class _Key(NamedTuple):
@@ -202,19 +202,18 @@ class BaseAdafactor(torch.optim.Optimizer):
         steps = [self.state[p]["step"] for p in batch]
         torch._foreach_add_(steps, 1.0)
         # An empty tensor counts its steps and has nothing to compute.
-        params = [p for p in batch if p.numel() > 0]
-        if not params:
+        parts = [(p, item) for p in batch if p.numel() > 0 for item in stacked(self._item(p, batch[p].plan, key.form))]
+        if not parts:
             return
-        t = torch.stack([self.state[p]["step"] for p in params])
-        table = numbers([batch[p].rule for p in params], t, key.dtype, key.device)
-        start = 0
-        for wave in waves(params, key.backend.WAVE):
-            items = [self._item(p, batch[p].plan, key.form) for p in wave]
-            part = table if len(wave) == len(params) else table.part(start, start + len(wave))
+        t = torch.stack([self.state[p]["step"] for p, _ in parts])
+        table = numbers([batch[p].rule for p, _ in parts], t, key.dtype, key.device)
+        for wave in waves([item for _, item in parts], key.backend.WAVE):
+            params, items = zip(*parts[wave], strict=True)
+            part = table if len(items) == len(parts) else table.part(wave)
             rms = run(Batch(items, part, key.form, key.dtype), key.backend)
             if rms is not None:
-                self._rms.update(zip(wave, rms, strict=True))
-            start += len(wave)
+                # Of a stack, the first slice speaks.
+                self._rms.update(zip(reversed(params), rms.flip(0), strict=True))
 
     def _item(self, p: Tensor, plan: Plan, form: Form) -> Item:
         assert p.grad is not None

@@ -120,9 +120,9 @@ class Numbers(NamedTuple):
     sign: Tensor
     still: Tensor | None
 
-    def part(self, start: int, stop: int) -> Numbers:
+    def part(self, rows: slice) -> Numbers:
         """The rows of some of the tensors."""
-        return Numbers(*(None if column is None else column[start:stop] for column in self))  # type: ignore[arg-type]
+        return Numbers(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
 
 def numbers(rules: Sequence[Rule], t: Tensor, dtype: torch.dtype, device: torch.device) -> Numbers:

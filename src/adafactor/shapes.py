@@ -19,11 +19,13 @@ class Plan:
         shape: the tensor's shape.
         rows: the dims that R keeps and C averages over; empty where the shape is not factored.
         cols: the dims that C keeps and R averages over; empty where the shape is not factored.
+        slices: how many leading dims make the tensor a stack, each slice with a scale and clipping of its own.
     """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
+    slices: int = 0
 
     @property
     def factored(self) -> bool:
@@ -71,7 +73,7 @@ class Factoring:
             and a full V where that is no larger; "timm", dims 0 and 1 from three dims up where both are large enough,
             else the last two; "none", a full V.
         min_dim: the fewest rows and columns that are worth factors (for "timm", one fewer than that).
-        batch_dims: leading dims over which a tensor is a stack, each slice with a scale and clipping of its own.
+        batch_dims: leading dims over which a tensor is a stack, see Plan.
     """
 
     mode: str = "last"
@@ -82,15 +84,16 @@ class Factoring:
     def plan(self, shape: tuple[int, ...]) -> Plan:
         """The plan of a shape.
 
-        >>> Factoring("last").plan((512, 256, 3, 3)).kept, Factoring("matrix").plan((512, 256, 3, 3)).kept
-        (786432, 2816)
+        >>> Factoring("last").plan((512, 512, 3, 3)).kept, Factoring("matrix").plan((512, 512, 3, 3)).kept
+        (1572864, 5120)
         >>> Factoring("largest", min_dim=128).plan((512, 64)).factored
         False
         """
-        best = Plan(shape)
+        slices = min(self.batch_dims, len(shape))
+        best = Plan(shape, slices=slices)
         fewest = best.kept if self.mode == "matrix" else None
         for rows, cols in self._splits(shape):
-            found = Plan(shape, rows, cols)
+            found = Plan(shape, rows, cols, slices)
             large = min(found.n, found.m) >= self.min_dim + (self.mode == "timm")
             if large and (fewest is None or found.kept < fewest):
                 best, fewest = found, found.kept

@@ -132,18 +132,27 @@ def average(batch: Batch, sums: Sums) -> list[Tensor | None]:
     return means
 
 
-def waves(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Cut tensors, in order, into runs of about limit elements; a larger tensor is a wave of its own."""
-    wave: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if wave and size + tensor.numel() > limit:
-            yield wave
-            wave, size = [], 0
-        wave.append(tensor)
-        size += tensor.numel()
-    if wave:
-        yield wave
+def stacked(item: Item) -> list[Item]:
+    """The slices of an item whose plan makes it a stack, as items of their own; the item itself where it is none."""
+    plan = item.plan
+    if plan.slices == 0:
+        return [item]
+    rows, cols = (tuple(i - 1 for i in dims) for dims in (plan.rows, plan.cols))
+    inner = Plan(plan.shape[1:], rows, cols, plan.slices - 1)
+    parts = zip(*([None] * plan.shape[0] if x is None else x.unbind(0) for x in item[1:]), strict=True)
+    return [each for part in parts for each in stacked(Item(inner, *part))]
+
+
+def waves(items: Sequence[Item], limit: int) -> Iterator[slice]:
+    """Cut items, in order, into runs of about limit elements; a larger one is a wave of its own."""
+    start = size = 0
+    for i, item in enumerate(items):
+        if i > start and size + item.plan.numel > limit:
+            yield slice(start, i)
+            start, size = i, 0
+        size += item.plan.numel
+    if items:
+        yield slice(start, len(items))
 
 
 def scalars(values: Tensor) -> list[Scalar]:
