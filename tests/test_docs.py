@@ -1,5 +1,6 @@
 """What the README shows has to run as it stands."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -13,6 +14,14 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 def test_the_readmes_python_runs(block):
     """A newcomer pastes it first."""
     exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_table_of_arguments_is_what_the_code_does():
+    """A table that says another thing than the code is worse than none: run docs/generate.py."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert (ROOT / "docs" / "arguments.md").read_text() == generate.page()
 
 
 def test_there_is_python_in_the_readme():

@@ -33,7 +33,7 @@ ORDER = [
         "dialects.transformers",
     ],
     ["dialects.towhee"],
-    ["adafactor", "memory"],
+    ["adafactor", "memory", "presets"],
 ]
 LIBRARY = {name: level for level, names in enumerate(ORDER) for name in names}
 
