@@ -9,22 +9,13 @@ the seconds are not comparable between machines or with other work on the same o
 import argparse
 import csv
 import json
-import platform
-import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+
+from common import RESULTS, hardware
 
 COLUMNS = ["optimizer", "steps", "val_bits_per_byte", "state_bytes", "parameter_bytes", "optimizer_share", "seconds"]
-
-
-def hardware() -> str:
-    """The processor's name and the number of threads it has, as a file name."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
-    name = names[0] if names else platform.processor() or platform.machine()
-    return re.sub(r"\W+", "-", f"{name} x{len(names) or 1}").strip("-").lower()
 
 
 def main() -> None:
@@ -33,8 +24,7 @@ def main() -> None:
     parser.add_argument("--steps", default="800")
     parser.add_argument("--threads", default="2")
     arguments = parser.parse_args()
-    path = Path(__file__).parent / "results" / f"train-{hardware()}.csv"
-    path.parent.mkdir(exist_ok=True)
+    path = RESULTS / f"train-{hardware()}.csv"
     with path.open("w", newline="") as file, tempfile.TemporaryDirectory() as folder:
         table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         table.writeheader()
