@@ -1,35 +1,44 @@
 """The command line, as a user meets it."""
 
 import csv
+import io
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from adafactor import __main__, __version__
-from adafactor.cli import app
+from adafactor.cli import app, progress, report
 from adafactor.cli.report import printable
 from adafactor.cli.signals import StopSignals
+from adafactor.training.metrics import Row
+from adafactor.training.run import Run
 
 TINY = ["--batch", "4", "--width", "32", "--layers", "1", "--context", "16", "--threads", "1"]
+posix = pytest.mark.skipif(os.name == "nt", reason="signals and shells of POSIX")
 TIMINGS = {"tokens_per_second", "optimizer_share", "seconds"}
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run in an empty folder; give PyTorch its threads back afterwards."""
+    """Run in an empty folder, SIGINT not ignored even where the suite's is; give PyTorch its threads back."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.chdir(tmp_path)
     Path("text").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 60)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def adafactor(*arguments: str):
@@ -43,6 +52,13 @@ def train(*arguments: str, steps: int = 10):
 def process(*arguments: str, **how) -> subprocess.Popen:
     command = [sys.executable, "-m", "adafactor", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def shell(script: str) -> subprocess.CompletedProcess:
+    """Run a shell script in which `$train ... $tiny` is a short run."""
+    tiny = " ".join([*TINY, "--steps", "10"])
+    values = {"train": f"{sys.executable} -m adafactor train text", "tiny": tiny, "python": sys.executable}
+    return subprocess.run(["bash", "-c", script], env={**os.environ, **values}, capture_output=True, text=True)
 
 
 def rows(folder: str) -> list[dict[str, str]]:
@@ -86,7 +102,9 @@ def test_without_a_terminal_there_are_plain_lines():
     lines = result.stderr.splitlines()
     assert lines[0].startswith("adafactor: training on 2,640 bytes in 1 file: the files given")
     assert [line.split(":")[0] for line in lines[1:]] == [f"step {step}/10" for step in (5, 10)]
-    assert all("bits/byte" in line and "tokens/s" in line and "% of time" in line for line in lines[1:])
+    assert all(
+        "bits/byte" in line and "tokens/s" in line and "optimizer" in line and "state" in line for line in lines[1:]
+    )
     assert "\x1b" not in result.output
     for words in ("validation", "optimizer state", "AdamW would keep", "% of the parameters", "The model writes:"):
         assert words in result.stdout
@@ -99,21 +117,36 @@ def test_the_default_folder_is_named_after_the_optimizer():
 
 
 BAD = {
-    "no steps": (["--steps", "0"], "--steps must be at least 1, got 0"),
-    "no batch": (["--batch", "-3"], "--batch must be at least 1, got -3"),
-    "no layers": (["--layers", "0"], "--layers must be at least 1, got 0"),
-    "no context": (["--context", "1"], "--context must be at least 2, got 1"),
-    "no threads": (["--threads", "0"], "--threads must be at least 1, got 0"),
+    "no steps": (["--steps", "0"], "--steps must be from 1 to 1000000000, got 0"),
+    "no batch": (["--batch", "-3"], "--batch must be from 1 to 524288, got -3"),
+    "no layers": (["--layers", "0"], "--layers must be from 1 to 1000, got 0"),
+    "no context": (["--context", "1"], "--context must be from 2 to 1048576, got 1"),
+    "no threads": (["--threads", "0"], "--threads must be from 1 to 1024, got 0"),
+    "endless steps": (["--steps", str(10**10)], "--steps must be from 1 to 1000000000, got 10000000000"),
+    "endless threads": (["--threads", "100000"], "--threads must be from 1 to 1024, got 100000"),
+    "endless batch": (["--batch", "999999999999"], "--batch must be from 1 to 524288, got 999999999999"),
+    "endless layers": (["--layers", str(10**9)], "--layers must be from 1 to 1000, got 1000000000"),
+    "large batch": (["--batch", "65537"], "--batch 65537 times --context 16 must be at most 1,048,576 bytes, got 1,04"),
+    "huge width": (["--width", "3200000"], "--width 3200000 and --layers 1 must make at most 250,000,000 parameters"),
+    "no number": (["--steps", "x"], "Invalid value for '--steps': must be a whole number, got 'x'"),
+    "no rate": (["--lr", "fast"], "Invalid value for '--lr': must be a number, got 'fast'"),
+    "no value": (["--steps"], "--steps"),
+    "no such flag": (["--bogus"], "No such option: --bogus"),
+    "empty out": (["--out", ""], "Invalid value for '--out': must name a file or folder, got ''"),
+    "empty file name": ([""], "Invalid value for 'FILES': must name a file or folder, got ''"),
+    "empty resume": (["--resume", ""], "Invalid value for '--resume': must name a file or folder, got ''"),
     "odd width": (["--width", "50"], "--width must be a multiple of 32 (an attention head), got 50"),
     "negative lr": (["--lr", "-0.5"], "--lr must be a finite number >= 0, got -0.5"),
     "lr nan": (["--lr", "nan"], "--lr must be a finite number >= 0, got nan"),
     "negative seed": (["--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
-    "unknown optimizer": (["--optimizer", "sgd"], "--optimizer must be one of adafactor, towhee, transformers, torch"),
+    "unknown optimizer": (["--optimizer", "sgd"], "--optimizer must be one of adafactor, towhee, transformers, paper"),
     "no option name": (["-O", "beta1"], "--option must be NAME=VALUE, got 'beta1'"),
     "unknown option": (["-O", "beta9=1"], "optimizer adafactor has no option 'beta9'; it has beta2_decay, eps, d"),
     "lr as an option": (["-O", "lr=1"], "the learning rate is given with --lr"),
     "refused option": (["--optimizer", "adamw", "-O", "eps=-1"], "optimizer adamw refuses its options: Invalid eps"),
     "refused type": (["--optimizer", "adamw", "-O", "betas=3"], "optimizer adamw refuses its options: "),
+    "refused at the first step": (["--optimizer", "adamw", "-O", "capturable=True"], "refuses its options: If captur"),
+    "option twice": (["-O", "d=1", "-O", "d=2"], "--option d is given twice: the second time as 'd=2'"),
     "missing file": (["missing"], "missing: No such file or directory"),
     "empty file": (["empty"], "empty is empty"),
     "a folder": (["folder"], "folder is not a regular file"),
@@ -194,10 +227,10 @@ def test_resuming_refuses_what_would_change_the_run(change: list[str]):
     assert "cannot change a run that is resumed" in result.stderr
 
 
-@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to one process")
+@posix
 def test_ctrl_c_saves_and_resuming_ends_as_if_never_stopped():
     """The whole promise, with a real process and a real signal."""
-    steps = 1500
+    steps = 600
     child = process("train", "text", *TINY, "--steps", str(steps), "--out", "stopped")
     for line in child.stderr:
         if line.startswith("step "):  # the first evaluation: training has begun
@@ -205,6 +238,7 @@ def test_ctrl_c_saves_and_resuming_ends_as_if_never_stopped():
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130
+    assert "adafactor: stopping after this step; again to stop at once\n" in errors
     message = errors.splitlines()[-1]
     assert message.startswith("adafactor: stopped after step ")
     assert message.endswith("saved in stopped/checkpoint.pt; to go on: adafactor train --resume stopped")
@@ -231,13 +265,168 @@ def test_a_checkpoint_under_another_name_does_not_replace_its_neighbour():
     assert "run already holds a run" in result.stderr
 
 
-def test_the_first_signal_asks_and_the_second_insists():
-    """A first Ctrl-C must not cut a step in half; a second must not be ignored."""
-    with StopSignals() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop.received == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
+@posix
+@pytest.mark.parametrize("module", ["typer", "matplotlib.figure", "torch._dynamo"])
+def test_ctrl_c_before_the_run_is_one_line(module: str):
+    """The first seconds go into imports, which would swallow a KeyboardInterrupt or blame something else for it."""
+    code = f"""
+import signal, sys
+from adafactor import __main__
+
+class Interrupt:
+    def find_spec(name, *rest):
+        if name == "{module}":
             signal.raise_signal(signal.SIGINT)
+
+__main__.find_spec = lambda name: name  # else it would be main's look for the package that is interrupted
+sys.meta_path.insert(0, Interrupt)
+__main__.main()
+"""
+    child = subprocess.run([sys.executable, "-c", code, "train", "text", *TINY], capture_output=True, text=True)
+    assert (child.returncode, child.stdout) == (130, "")
+    assert child.stderr == "adafactor: stopped before the run began\n"
+
+
+@pytest.mark.parametrize("number", StopSignals.SIGNALS)
+def test_the_first_signal_asks_and_the_second_insists(number: int):
+    """A first Ctrl-C must not cut a step in half; a second must not be ignored."""
+    before = signal.getsignal(number)
+    with StopSignals() as stop:
+        signal.raise_signal(number)
+        assert stop.received == number
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", StopSignals.SIGNALS)
+def test_an_ignored_signal_stays_ignored(number: int):
+    """A run under nohup must outlive its terminal."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            assert stop.received is None
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", StopSignals.SIGNALS)
+def test_a_second_signal_says_what_is_lost(number: int, monkeypatch: pytest.MonkeyPatch):
+    """Whichever signal, and whatever the run is in the middle of."""
+
+    def advance(run: Run) -> None:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(Run, "advance", advance)
+    result = train("--out", "run", "--quiet")
+    assert result.exit_code == 128 + number
+    assert result.stderr == "adafactor: stopped at once, nothing saved since the last checkpoint\n"
+
+
+@pytest.mark.parametrize("number", StopSignals.SIGNALS)
+def test_a_signal_after_the_last_step_loses_nothing(number: int, monkeypatch: pytest.MonkeyPatch):
+    """Who stops the drawing of the curve must not be told that the run is lost."""
+    monkeypatch.setattr(report, "draw_curve", lambda run, path: signal.raise_signal(number))
+    result = train("--out", "run", "--quiet")
+    assert result.exit_code == 128 + number
+    assert result.stderr == "adafactor: stopped at once, the whole run is saved in run\n"
+    assert int(rows("run")[-1]["step"]) == 10
+
+
+@posix
+def test_a_full_disk_is_one_clear_line():
+    """No traceback, and metrics never ahead of the checkpoint. A limit on file sizes fails as a full disk does."""
+    result = shell("ulimit -f 40; $train $tiny --out run --quiet")
+    assert result.returncode == 1
+    assert result.stderr == "adafactor: cannot write to run: File too large (what was saved before is whole)\n"
+    assert list(Path("run").iterdir()) == []
+
+
+@posix
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("$train $tiny --out run --json >&-", 1, "adafactor: cannot write to standard output: it is closed\n"),
+        ("$train $tiny --out run --quiet >&- 2>&-", 0, ""),
+        ("$python -m adafactor --help | true; exit ${PIPESTATUS[0]}", 1, ""),
+        ("$train $tiny --out run --json 2>/dev/null | true; exit ${PIPESTATUS[0]}", 1, ""),
+        ("$train $tiny --out run 2>&1 | true; exit ${PIPESTATUS[0]}", 1, ""),
+    ],
+)
+def test_a_closed_output_is_no_traceback(command: str, status: int, message: str):
+    """And no word about the run's folder, which is whole; who piped into `head` wants no word at all."""
+    result = shell(command)
+    assert result.returncode == status
+    assert result.stderr.endswith(message)
+    assert "Traceback" not in result.stderr
+    assert "Exception" not in result.stderr
+    if "2>&1" not in command and "--out" in command:  # progress that nobody can see ends a run where it stands
+        assert Path("run/checkpoint.pt").is_file()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_standard_output_is_one_clear_line():
+    """The run is whole, and the user is sent to the right place."""
+    result = shell("$train $tiny --out run > /dev/full")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "adafactor: cannot write to standard output: No space left on device"
+    assert "Traceback" not in result.stderr
+    assert Path("run/curve.png").is_file()
+
+
+@pytest.mark.parametrize("failure", [lambda *sizes: torch.empty(2**62, dtype=torch.uint8), lambda *sizes: bytes(2**62)])
+def test_too_little_memory_is_one_clear_line(failure, monkeypatch: pytest.MonkeyPatch):
+    """Sizes within the bounds can still be too much for a machine."""
+    monkeypatch.setattr("adafactor.training.run.Transformer", failure)
+    result = train("--out", "run")
+    assert result.exit_code == 2
+    assert result.stderr == "adafactor: out of memory: try a smaller --width, --layers, --batch or --context\n"
+    assert not Path("run").exists()
+
+
+def test_an_unknown_command_is_one_clear_line():
+    result = adafactor("trian")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("adafactor: No such command 'trian'")
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_and_version_are_asked_for_and_no_error():
+    for arguments, words in (["--help"], "train"), (["train", "--help"], "--resume"), (["--version"], __version__):
+        result = adafactor(*arguments)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert words in result.stdout
+
+
+def test_the_live_lines_fit_the_terminal():
+    """A line that wraps makes a live display climb up the screen."""
+    row = Row(10**6, 0.1, 9 * math.log(2), 9.123, 98_765.0, 0.5, 1e6)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"kept": torch.empty(99_900_000 // 4, device="meta")}
+    run = SimpleNamespace(rows=[row], step=10**6, config=SimpleNamespace(steps=10**6), optimizer=optimizer)
+    assert len(progress.status(run)) <= 80
+    for width in (40, 80):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True)
+        live = progress.Bar(run, console)
+        live.status = progress.status(run)
+        assert [len(console.render_lines(part)) for part in live.get_renderables()] == [1, 1]
+
+
+def test_the_live_bar_says_that_it_will_stop():
+    """Else a user in the middle of a long step presses again, and loses it."""
+    run = SimpleNamespace(rows=[], step=0, config=SimpleNamespace(steps=10))
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with progress.bar(run, console) as view:
+        view.stopping()
+    assert progress.STOPPING in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("share", "text"), [(2.0, "200%"), (2.0001, "200%"), (0.25, "25%"), (0.0123, "1.2%")])
+def test_shares_are_written_for_people(share: float, text: str):
+    assert report.percent(share) == text
 
 
 def test_the_sample_cannot_drive_the_terminal():
@@ -250,12 +439,6 @@ def test_python_m_works():
     child = process("--version")
     out, errors = child.communicate(timeout=60)
     assert (child.returncode, out, errors) == (0, f"{__version__}\n", "")
-
-
-def test_train_stays_a_command_of_its_own():
-    result = adafactor("--help")
-    assert result.exit_code == 0
-    assert "train" in result.stdout
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

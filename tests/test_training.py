@@ -10,9 +10,9 @@ import torch
 from adafactor.training import checkpoint, optimizers
 from adafactor.training.config import Config
 from adafactor.training.data import Text, batch, read, standard_library, validation_windows
-from adafactor.training.errors import DivergedError, InputError, InterruptedRunError
+from adafactor.training.errors import DivergedError, InputError, InterruptedRunError, SaveError
 from adafactor.training.metrics import Row
-from adafactor.training.model import Transformer, generate
+from adafactor.training.model import Transformer, generate, parameter_count
 from adafactor.training.run import Run, train
 
 TIMINGS = {"tokens_per_second", "optimizer_share", "seconds"}
@@ -151,7 +151,9 @@ def test_a_resumed_run_is_the_run_never_stopped(file: str, tmp_path: Path, optim
     assert measured(resumed.rows) == measured(whole.rows)
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
-    torch.testing.assert_close(resumed.optimizer.state_dict(), whole.optimizer.state_dict(), rtol=0, atol=0)
+    ours, theirs = resumed.optimizer.state_dict(), whole.optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=0)
 
 
 def test_a_changed_text_cannot_be_resumed_on(file: str, tmp_path: Path):
@@ -172,19 +174,98 @@ def test_divergence_stops_the_run_and_keeps_the_last_good_checkpoint(file: str, 
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path):
+@pytest.mark.parametrize("broken", ["os.fsync", "pathlib.Path.replace", "pathlib.Path.open"])
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch):
     """A full disk must not cost the checkpoint that was already there."""
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"old")
 
-    def fail(out) -> None:
-        out.write(b"half")
-        raise OSError("disk full")
+    def fail(*arguments) -> None:
+        raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.write_atomically(path, fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, fail)
+        with pytest.raises(
+            SaveError, match=r"cannot write to .*: No space left on device \(what was saved before is wh"
+        ):
+            checkpoint.write_atomically(path, lambda file: torch.save({"a": torch.zeros(9)}, file))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_metrics_are_never_ahead_of_the_checkpoint(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk that fills up between the two files must not leave rows of steps that are lost."""
+    run = start(tiny(file))
+    run.begin()
+    run.save(tmp_path)
+    run.advance()
+    write = checkpoint.write_atomically
+
+    def full_after_one(path: Path, content) -> None:
+        monkeypatch.setattr(checkpoint, "write_atomically", fail)
+        write(path, content)
+
+    def fail(path: Path, content) -> None:
+        raise SaveError("full")
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full_after_one)
+    with pytest.raises(SaveError):
+        run.save(tmp_path)
+    rows = len((tmp_path / "metrics.csv").read_text().splitlines()) - 1
+    assert rows <= len(checkpoint.load(tmp_path)[2]["rows"]) == 2
+
+
+def test_the_size_limit_counts_the_parameters_there_are():
+    """Else it would refuse models that fit, or let through those that do not."""
+    model = Transformer(width=64, layers=3, context=8)
+    assert parameter_count(64, 3) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_sample_ends_when_its_time_is_up():
+    """A wide model on a slow machine would keep a finished user waiting."""
+    assert generate(Transformer(width=32, layers=1, context=8), b"ab", 10**9, seconds=0.05).startswith(b"ab")
+
+
+@pytest.mark.parametrize("error", [RecursionError("too deep"), type("OtherError", (RuntimeError,), {})("other")])
+def test_only_the_constructor_s_own_words_are_refusals(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    """A user told to mend an option that was right looks in the wrong place."""
+
+    def fail(*arguments, **more) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", fail)
+    with pytest.raises(type(error)):
+        optimizers.build("adamw", [torch.nn.Parameter(torch.zeros(2, 2))], None, ())
+
+
+@pytest.mark.parametrize("options", [("capturable=True",), ("differentiable=True",)])
+def test_options_that_fail_at_the_first_step_are_refused_before_it(options: tuple[str, ...]):
+    build("adamw", options=options)  # the constructor lets them pass
+    with pytest.raises(InputError, match="optimizer adamw refuses its options: "):
+        optimizers.try_out("adamw", None, options)
+
+
+def test_a_refusal_without_words_is_named(monkeypatch: pytest.MonkeyPatch):
+    """An empty message after a colon tells nothing."""
+
+    def fail(*arguments) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    with pytest.raises(InputError, match="optimizer adamw refuses its options: AssertionError"):
+        optimizers.try_out("adamw", None, ())
+
+
+@pytest.mark.parametrize("name", list(optimizers.CHOICES))
+def test_what_works_is_not_refused(name: str):
+    optimizers.try_out(name, None, ())
+    if optimizers.CHOICES[name].lr_name is not None:
+        optimizers.try_out(name, 0.01, ())
+
+
+def test_an_lr_where_there_is_none_is_refused():
+    with pytest.raises(InputError, match=r"optimizer paper takes no --lr, got 0\.01"):
+        build("paper", 0.01)
 
 
 def test_the_adamw_figure_is_what_adamw_keeps(file: str, tmp_path: Path):

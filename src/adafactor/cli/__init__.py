@@ -5,9 +5,11 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .arguments import flag
+from .errors import OneLineGroup
 from .train import train
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=OneLineGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
 
 
@@ -20,7 +22,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def adafactor(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, flag("--version", "Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Adafactor for PyTorch."""

@@ -1,9 +1,11 @@
 """What is shown while a run trains, all of it on stderr: a live bar on a terminal, plain lines elsewhere."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -11,6 +13,15 @@ from rich.text import Text
 
 from ..training.optimizers import state_bytes
 from ..training.run import Run
+
+STOPPING = "stopping after this step; again to stop at once"
+
+
+class View(NamedTuple):
+    """What shows a run: `step` is called after each step, `stopping` by the handler of a first Ctrl-C."""
+
+    step: Callable[[], None]
+    stopping: Callable[[], None]
 
 
 def size(count: int) -> str:
@@ -23,28 +34,33 @@ def size(count: int) -> str:
 
 
 def status(run: Run) -> str:
-    """Say where a run stands: loss in bits per byte, tokens (bytes) per second, the optimizer's share and state."""
+    """Say where a run stands, in 80 columns: losses, bytes a second, the optimizer's share of the time, its state."""
     row = run.rows[-1]
     parts = []
     if row.train_loss is not None:
-        parts.append(f"train {row.train_loss / math.log(2):.3f}")
+        parts.append(f"loss {row.train_loss / math.log(2):.3f}")
     validated = [row.val_bits_per_byte for row in run.rows if row.val_bits_per_byte is not None]
-    parts.append(f"validation {validated[-1]:.3f} bits/byte")
+    parts.append(f"val {validated[-1]:.3f} bits/byte")
     if row.tokens_per_second is not None and row.optimizer_share is not None:
         parts.append(f"{row.tokens_per_second:,.0f} tokens/s")
-        parts.append(f"optimizer {row.optimizer_share:.1%} of time, {size(state_bytes(run.optimizer))}")
+        parts.append(f"optimizer {row.optimizer_share:.1%}, state {size(state_bytes(run.optimizer))}")
     return ", ".join(parts)
 
 
 @contextmanager
-def lines(run: Run) -> Iterator[Callable[[], None]]:
+def lines(run: Run) -> Iterator[View]:
     """Show one plain line at each evaluation."""
 
-    def show() -> None:
+    def step() -> None:
         if run.evaluates:
             print(f"step {run.step}/{run.config.steps}: {status(run)}", file=sys.stderr, flush=True)
 
-    yield show
+    def stopping() -> None:
+        # Straight to the descriptor: the signal may have come in the middle of a print, which cannot be entered twice.
+        with suppress(OSError):
+            os.write(2, f"adafactor: {STOPPING}\n".encode())
+
+    yield View(step, stopping)
 
 
 class Bar(Progress):
@@ -64,22 +80,25 @@ class Bar(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return the bar and the line."""
         yield from super().get_renderables()
-        yield Text(self.status)
+        yield Text(self.status, no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
-def bar(run: Run, console: Console) -> Iterator[Callable[[], None]]:
+def bar(run: Run, console: Console) -> Iterator[View]:
     """Show a live bar on a terminal; its numbers are renewed with each row of the metrics."""
     with Bar(run, console) as progress:
 
-        def show() -> None:
+        def step() -> None:
             progress.status = status(run) if run.rows else ""
             progress.update(progress.task, completed=run.step)
 
-        yield show
+        def stopping() -> None:
+            progress.status = STOPPING
+
+        yield View(step, stopping)
 
 
 @contextmanager
-def nothing() -> Iterator[Callable[[], None]]:
+def nothing() -> Iterator[View]:
     """Show nothing."""
-    yield lambda: None
+    yield View(lambda: None, lambda: None)

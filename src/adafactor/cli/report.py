@@ -14,6 +14,12 @@ from ..training.run import Run
 from .progress import size
 
 SAMPLE_BYTES = 300
+SAMPLE_SECONDS = 2.5  # a wide model writes fewer bytes, rather than keep a finished user waiting
+
+
+def percent(share: float) -> str:
+    """Write a share for people: 200%, 25%, 1.2%."""
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def printable(content: bytes, encoding: str) -> str:
@@ -56,7 +62,7 @@ def show(run: Run, folder: Path, console: Console) -> None:
     parameter_bytes = result["parameter_bytes"]
 
     def state(count: int) -> str:
-        return f"{size(count)} ({count / parameter_bytes:.2%} of the parameters)"
+        return f"{size(count)} ({percent(count / parameter_bytes)} of the parameters)"
 
     table = Table(show_header=False, title=f"{run.config.optimizer}: {run.step} steps", title_justify="left")
     table.add_column(style="bold")
@@ -73,6 +79,6 @@ def show(run: Run, folder: Path, console: Console) -> None:
     ):
         table.add_row(name, Text(value))
     console.print(table)
-    sample = generate(run.model, b"\n", SAMPLE_BYTES)
+    sample = generate(run.model, b"\n", SAMPLE_BYTES, seconds=SAMPLE_SECONDS)
     console.print(Text("\nThe model writes:", style="bold"))
     console.print(Text(printable(sample, console.encoding)), soft_wrap=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +15,13 @@ from rich.console import Console
 from ..training import checkpoint
 from ..training.config import Config
 from ..training.data import Text
-from ..training.errors import DivergedError, InputError, InterruptedRunError
-from ..training.optimizers import CHOICES
+from ..training.errors import DivergedError, InputError, InterruptedRunError, SaveError
+from ..training.optimizers import CHOICES, try_out
 from ..training.run import Run
 from ..training.run import train as train_run
 from . import progress, report
-from .errors import leave, say
+from .arguments import flag, number, path, place, whole
+from .errors import leave, out_of_memory, say
 from .signals import StopSignals
 
 WITH_RESUME = {"resume", "threads", "out", "json_", "quiet"}
@@ -32,34 +34,32 @@ def train(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILES]...",
+            parser=path,
+            metavar="FILES",
             help="Text to learn, any bytes, joined in this order. Without: Python's standard library.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = Config.steps,
-    batch: Annotated[int, typer.Option(help="Windows of text a step.")] = Config.batch,
-    width: Annotated[int, typer.Option(help="Width of the model, a multiple of 32.")] = Config.width,
-    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = Config.layers,
-    context: Annotated[int, typer.Option(help="Bytes the model sees at once.")] = Config.context,
-    optimizer: Annotated[str, typer.Option(help=OPTIMIZERS)] = Config.optimizer,
+    steps: Annotated[int, whole("Training steps.")] = Config.steps,
+    batch: Annotated[int, whole("Windows of text a step.")] = Config.batch,
+    width: Annotated[int, whole("Width of the model, a multiple of 32.")] = Config.width,
+    layers: Annotated[int, whole("Transformer blocks.")] = Config.layers,
+    context: Annotated[int, whole("Bytes the model sees at once.")] = Config.context,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help=OPTIMIZERS)] = Config.optimizer,
     lr: Annotated[
-        float | None,
-        typer.Option(help=f"Peak learning rate. Without: {RATES}; towhee and transformers take relative steps."),
+        float | None, number(f"Peak learning rate. Without: {RATES}; the others take relative steps.")
     ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-O", metavar="NAME=VALUE", help="An argument of the optimizer; repeatable."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the model's start and the order of the text.")] = Config.seed,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Without: PyTorch's choice.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the run's files. Without: runs/OPTIMIZER-DATE-TIME.")
-    ] = None,
+    seed: Annotated[int, whole("Of the model's start and the order of the text.")] = Config.seed,
+    threads: Annotated[int | None, whole("CPU threads. Without: PyTorch's choice.")] = None,
+    out: Annotated[Path | None, place("Folder for the run's files. Without: runs/OPTIMIZER-DATE-TIME.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with an interrupted run, given its folder or its checkpoint.pt.")
+        Path | None, place("Go on with an interrupted run, given its folder or its checkpoint.pt.")
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress, table or sample.")] = False,
+    json_: Annotated[bool, flag("--json", "Print the result as one line of JSON.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "Show no progress, table or sample.")] = False,
 ) -> None:
     """Train a small byte-level transformer and see the optimizer at work.
 
@@ -69,48 +69,63 @@ def train(
     """
     stop = StopSignals()
     try:
+        if resume is None:
+            run, folder = start(
+                Config(
+                    files=absolute(files or ()),
+                    steps=steps,
+                    batch=batch,
+                    width=width,
+                    layers=layers,
+                    context=context,
+                    optimizer=optimizer,
+                    lr=lr,
+                    options=tuple(option or ()),
+                    seed=seed,
+                    **({} if threads is None else {"threads": threads}),
+                ),
+                out,
+            )
+        else:
+            refuse_changes(context_)
+            run, folder = go_on(resume, threads, out)
         with stop:
-            if resume is None:
-                run, folder = start(
-                    Config(
-                        files=tuple(str(file.absolute()) for file in files or ()),
-                        steps=steps,
-                        batch=batch,
-                        width=width,
-                        layers=layers,
-                        context=context,
-                        optimizer=optimizer,
-                        lr=lr,
-                        options=tuple(option or ()),
-                        seed=seed,
-                        **({} if threads is None else {"threads": threads}),
-                    ),
-                    out,
-                )
-            else:
-                refuse_changes(context_)
-                run, folder = go_on(resume, threads, out)
             work(run, folder, stop, quiet=quiet)
-        report.draw_curve(run, folder / "curve.png")
-        if json_:
-            print(json.dumps(run.summary(folder)))
-        elif not quiet:
-            report.show(run, folder, Console())
+            stop.at_once = True  # all is saved
+            report.draw_curve(run, folder / "curve.png")
+            if json_:
+                print(json.dumps(run.summary(folder)))
+            elif not quiet:
+                report.show(run, folder, Console())
     except InputError as error:
         raise leave(str(error)) from None
+    except SaveError as error:
+        raise leave(str(error), 1) from None
     except DivergedError as error:
         raise leave(f"{error} (saved before: {folder / checkpoint.NAME})", 1) from None
     except InterruptedRunError as error:
         again = f"adafactor train --resume {shlex.quote(str(folder))}"
-        raise leave(f"{error}; to go on: {again}", 128 + (stop.received or 2)) from None
-    except OSError as error:
-        raise leave(f"cannot write to {folder}: {error.strerror} (what was saved before is whole)", 1) from None
+        raise leave(f"{error}; to go on: {again}", stop.status) from None
     except KeyboardInterrupt:
-        raise leave("stopped at once, nothing saved since the last checkpoint", 130) from None
+        saved = f"the whole run is saved in {folder}" if stop.at_once else "nothing saved since the last checkpoint"
+        raise leave(f"stopped at once, {saved}", stop.status) from None
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise leave("out of memory: try a smaller --width, --layers, --batch or --context") from None
+
+
+def absolute(files: Iterable[Path]) -> tuple[str, ...]:
+    """Name the files so that a run can be resumed from elsewhere."""
+    try:
+        return tuple(str(file.absolute()) for file in files)
+    except OSError as error:  # the shell's current folder was deleted
+        raise InputError(f"cannot find the current folder: {error.strerror}") from error
 
 
 def start(config: Config, out: Path | None) -> tuple[Run, Path]:
     """Set a new run up; the folder comes last, so that a refused run leaves none behind."""
+    try_out(config.optimizer, config.lr, config.options)
     run = Run(config, Text.load(config.files, config.context))
     folder = out or Path("runs") / f"{config.optimizer}-{datetime.now():%Y%m%d-%H%M%S}"
     checkpoint.prepare(folder)
@@ -149,10 +164,11 @@ def work(run: Run, folder: Path, stop: StopSignals, *, quiet: bool) -> None:
     else:
         say(f"training on {run.text}")
         view = progress.bar(run, console) if console.is_terminal else progress.lines(run)
-    with view as show:
+    with view as shown:
+        stop.announce = shown.stopping
 
         def after_step(run: Run) -> None:
-            show()
+            shown.step()
             if stop.received is not None:
                 raise KeyboardInterrupt
 

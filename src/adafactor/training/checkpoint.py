@@ -1,5 +1,6 @@
 """A run's folder and its checkpoint: written whole or not at all, read back without running any code from the file."""
 
+import io
 import os
 import tempfile
 from collections.abc import Callable
@@ -9,23 +10,32 @@ from typing import Any, BinaryIO
 import torch
 
 from .config import Config
-from .errors import InputError
+from .errors import InputError, SaveError
 
 NAME = "checkpoint.pt"
 KEYS = {"config", "fingerprint", "torch", "model", "optimizer", "scheduler", "step", "rows"}
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` fill a temporary file next to `path`, then rename it: a reader sees the old file or the new one."""
+    """Put what `write` writes in a temporary file next to `path`, then rename it: readers see the old file or the new.
+
+    Raises SaveError where the disk refuses. `write` itself fills memory only: torch.save turns a full disk into a
+    RuntimeError that nobody could tell from a fault of its own.
+    """
+    content = io.BytesIO()
+    write(content)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise SaveError(f"cannot write to {path.parent}: {error.strerror} (what was saved before is whole)") from error
 
 
 def prepare(folder: Path, resumed: Path | None = None) -> None:
@@ -49,8 +59,10 @@ def load(path: Path) -> tuple[Path, Config, dict[str, Any]]:
 
     Raises InputError where it is missing or is not such a checkpoint.
     """
-    file = path / NAME if path.is_dir() else path
+    file = path
     try:
+        if path.is_dir():
+            file = path / NAME
         state = torch.load(file, weights_only=True)
     except OSError as error:
         raise InputError(f"cannot read the checkpoint {file}: {error.strerror}") from error

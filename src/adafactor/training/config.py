@@ -7,12 +7,17 @@ from typing import Any
 import torch
 
 from .errors import InputError
-from .model import HEAD_WIDTH
+from .model import HEAD_WIDTH, parameter_count
+
+# What an ordinary machine's memory holds. Past these, Linux would promise the memory all the same and kill the process
+# once it is used, with no word to the user.
+MOST_PARAMETERS = 250_000_000
+MOST_BATCH_BYTES = 2**20
 
 
-def _at_least(option: str, value: int, least: int) -> None:
-    if value < least:
-        raise InputError(f"{option} must be at least {least}, got {value}")
+def _within(option: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InputError(f"{option} must be from {least} to {most}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +41,24 @@ class Config:
     threads: int = dataclasses.field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
-        _at_least("--steps", self.steps, 1)
-        _at_least("--batch", self.batch, 1)
-        _at_least("--layers", self.layers, 1)
-        _at_least("--context", self.context, 2)
-        _at_least("--threads", self.threads, 1)
+        _within("--steps", self.steps, 1, 10**9)
+        _within("--batch", self.batch, 1, MOST_BATCH_BYTES // 2)
+        _within("--layers", self.layers, 1, 1000)
+        _within("--context", self.context, 2, MOST_BATCH_BYTES)
+        _within("--threads", self.threads, 1, 1024)
         if self.width < 1 or self.width % HEAD_WIDTH:
             raise InputError(f"--width must be a multiple of {HEAD_WIDTH} (an attention head), got {self.width}")
+        parameters = parameter_count(self.width, self.layers)
+        if parameters > MOST_PARAMETERS:
+            raise InputError(
+                f"--width {self.width} and --layers {self.layers} must make at most {MOST_PARAMETERS:,} parameters, "
+                f"got {parameters:,}"
+            )
+        if self.batch * self.context > MOST_BATCH_BYTES:
+            raise InputError(
+                f"--batch {self.batch} times --context {self.context} must be at most {MOST_BATCH_BYTES:,} bytes, "
+                f"got {self.batch * self.context:,}"
+            )
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr >= 0):
             raise InputError(f"--lr must be a finite number >= 0, got {self.lr}")
         if not 0 <= self.seed < 2**32:

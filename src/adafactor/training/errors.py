@@ -7,6 +7,10 @@ class InputError(ValueError):
     """Something the user gave cannot be used; the message states the rule and the value. Nothing was written."""
 
 
+class SaveError(RuntimeError):
+    """A file of the run could not be written: a full disk, a folder gone. The file it would replace is untouched."""
+
+
 class DivergedError(RuntimeError):
     """The loss is no longer finite; the last checkpoint written is from before."""
 

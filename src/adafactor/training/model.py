@@ -3,6 +3,9 @@
 Bytes go in, logits over the next byte come out. Pre-norm blocks, rotary positions, no biases, no dropout.
 """
 
+import math
+import time
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 from torch import Tensor, nn
@@ -60,6 +63,12 @@ class Block(nn.Module):
         return x  # noqa: RET504 - the two halves read alike
 
 
+def parameter_count(width: int, layers: int) -> int:
+    """Return how many parameters a Transformer of these sizes has, without building it."""
+    block = 12 * width**2 + 2 * width
+    return layers * block + 2 * VOCABULARY * width + width
+
+
 class Transformer(nn.Module):
     """The model: bytes [batch, length] (int64, length <= context) -> logits [batch, length, 256].
 
@@ -99,11 +108,25 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: Transformer, prompt: bytes, length: int, *, seed: int = 0, temperature: float = 0.8) -> bytes:
-    """Continue `prompt` (at least one byte) by `length` bytes drawn from the model; the same seed, the same bytes."""
+def generate(
+    model: Transformer,
+    prompt: bytes,
+    length: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.8,
+    seconds: float = math.inf,
+) -> bytes:
+    """Continue `prompt` (at least one byte) by `length` bytes drawn from the model; the same seed, the same bytes.
+
+    After `seconds` it ends early, with what there is.
+    """
+    deadline = time.monotonic() + seconds
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)])
     for _ in range(length):
+        if time.monotonic() >= deadline:
+            break
         logits = model(text[:, -model.context :])[0, -1]
         drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
         text = torch.cat((text, drawn[None]), dim=1)

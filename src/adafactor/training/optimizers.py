@@ -6,33 +6,39 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ..optimizer import BaseAdafactor
 from .errors import InputError
 
 
 class Choice(NamedTuple):
     """Where an optimizer is found, what it is, and the peak learning rate it gets where none is given.
 
-    With `relative`, it sets its own step size unless it is given one; `lr` is then used with relative_step=False only.
+    With `relative`, it sets its own step size unless it is given one. `lr_name` is what its constructor calls the
+    learning rate; None takes none.
     """
 
     module: str
-    attribute: str
     about: str
     lr: float
     relative: bool = False
+    attribute: str = "Adafactor"
+    lr_name: str | None = "lr"
 
 
 CHOICES = {
-    "adafactor": Choice("adafactor", "Adafactor", "this library's, as in torch.optim", 0.05),
-    "towhee": Choice("adafactor.dialects.towhee", "Adafactor", "this library's, as in towhee", 0.05, relative=True),
-    "transformers": Choice(
-        "adafactor.dialects.transformers", "Adafactor", "this library's, as in transformers", 0.05, relative=True
-    ),
-    "torch": Choice("torch.optim", "Adafactor", "PyTorch's own Adafactor", 0.05),
-    "adamw": Choice("torch.optim", "AdamW", "PyTorch's AdamW", 3e-3),
+    "adafactor": Choice("adafactor", "this library's, as in torch.optim", 0.05),
+    "towhee": Choice("adafactor.dialects.towhee", "as in towhee", 0.05, relative=True),
+    "transformers": Choice("adafactor.dialects.transformers", "as in transformers", 0.05, relative=True),
+    "paper": Choice("adafactor.dialects.paper", "as in the paper", 0.0, relative=True, lr_name=None),
+    "optax": Choice("adafactor.dialects.optax", "as in optax", 0.05, lr_name="learning_rate"),
+    "big_vision": Choice("adafactor.dialects.big_vision", "as in big_vision", 3e-3),
+    "timm": Choice("adafactor.dialects.timm", "as in timm", 3e-3, relative=True),
+    "torch": Choice("torch.optim", "PyTorch's own Adafactor", 0.05),
+    "adamw": Choice("torch.optim", "PyTorch's AdamW", 3e-3, attribute="AdamW"),
 }
 
 
@@ -43,6 +49,8 @@ def parse(options: Sequence[str]) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
             raise InputError(f"--option must be NAME=VALUE, got {option!r}")
+        if name in arguments:
+            raise InputError(f"--option {name} is given twice: the second time as {option!r}")
         try:
             arguments[name] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
@@ -62,27 +70,54 @@ def build(name: str, parameters: Iterable[Parameter], lr: float | None, options:
     choice = CHOICES[name]
     constructor = getattr(importlib.import_module(choice.module), choice.attribute)
     arguments = parse(options)
-    known = [key for key in inspect.signature(constructor).parameters if key not in ("params", "lr")]
+    known = [key for key in inspect.signature(constructor).parameters if key not in ("params", choice.lr_name)]
     for key in arguments:
-        if key == "lr":
-            raise InputError("the learning rate is given with --lr, not with --option lr=...")
+        if key in ("lr", choice.lr_name):
+            raise InputError(f"the learning rate is given with --lr, not with --option {key}=...")
         if key not in known:
             raise InputError(f"optimizer {name} has no option {key!r}; it has {', '.join(known)}")
-    if choice.relative:
+    if "relative_step" in known:
         arguments.setdefault("relative_step", lr is None)
-    if lr is None and not arguments.get("relative_step", False):
+    if lr is None and not (choice.relative and arguments.get("relative_step", True)):
         lr = choice.lr
+    if lr is not None:
+        if choice.lr_name is None:
+            raise InputError(f"optimizer {name} takes no --lr, got {lr}: its step size is its own")
+        arguments[choice.lr_name] = lr
     try:
-        optimizer = constructor(parameters, **arguments) if lr is None else constructor(parameters, lr=lr, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"optimizer {name} refuses its options: {error}") from error
+        optimizer = constructor(parameters, **arguments)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise _refusal(name, error) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # RecursionError and the like are no word about the options
+            raise
+        raise _refusal(name, error) from error
     assert isinstance(optimizer, Optimizer)
     return optimizer
 
 
+def _refusal(name: str, error: Exception) -> InputError:
+    return InputError(f"optimizer {name} refuses its options: {str(error) or type(error).__name__}")
+
+
+def try_out(name: str, lr: float | None, options: Sequence[str]) -> None:
+    """Take one step on parameters made for it: some options pass the constructor and fail only there.
+
+    Raises InputError where `build` would, and where the step fails. May draw from PyTorch's generator.
+    """
+    parameters = [Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))]  # the ranks the model has
+    optimizer = build(name, parameters, lr, options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:  # any: the step is known to work, so it is the options that break it
+        raise _refusal(name, error) from error
+
+
 def sets_own_steps(optimizer: Optimizer) -> bool:
     """Say whether the optimizer chooses its own step size, so that a scheduler would have no effect."""
-    return bool(optimizer.defaults.get("relative_step", False))
+    return isinstance(optimizer, BaseAdafactor) and optimizer.rule(optimizer.param_groups[0]).relative
 
 
 def state_bytes(optimizer: Optimizer) -> int:

@@ -168,11 +168,12 @@ class Run:
         self.rows.append(Row(0, None, None, bits, None, None, self.seconds))
 
     def save(self, folder: Path) -> Path:
-        """Write checkpoint.pt and metrics.csv, each whole or not at all; return the checkpoint's path."""
-        metrics = to_csv(self.rows).encode()
-        checkpoint.write_atomically(folder / "metrics.csv", lambda file: file.write(metrics))
+        """Write checkpoint.pt and metrics.csv, each whole or not at all (SaveError); return the checkpoint's path."""
         path = folder / checkpoint.NAME
         checkpoint.write_atomically(path, lambda file: torch.save(self.state(), file))
+        # After the checkpoint: if the disk fills up in between, the metrics must not be ahead of it.
+        metrics = to_csv(self.rows).encode()
+        checkpoint.write_atomically(folder / "metrics.csv", lambda file: file.write(metrics))
         return path
 
     def summary(self, folder: Path) -> dict[str, Any]:
