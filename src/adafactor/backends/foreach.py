@@ -12,20 +12,12 @@ from sys import maxsize
 import torch
 from torch import Tensor
 
-from ..reference import factor_sums, inverse_root, lose, momentum, norm, select
-from ..sweeps import Batch, Sums, scalars
+from ..reference import inverse_root, lose, momentum, norm, select
+from ..reference import observe as observe
+from ..sweeps import Batch, scalars
 
 WAVE = maxsize
 """Elements of a wave: all tensors at once."""
-
-
-def observe(batch: Batch) -> Sums:
-    """Row and column sums of |g|^2, and sums of p^2 where the form scales. Writes nothing."""
-    factors = [factor_sums(item, batch.dtype) for item in batch.items]
-    p2 = None
-    if batch.form.scale:
-        p2 = torch.stack([norm(item.p.to(batch.dtype)) for item in batch.items]).square_()
-    return Sums([rows for rows, _ in factors], [cols for _, cols in factors], p2)
 
 
 def measure(batch: Batch, means: list[Tensor | None]) -> Tensor:
