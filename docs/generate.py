@@ -61,7 +61,10 @@ def probe(cls, name):
     beside = {"relative_step": {"lr": 0.5}, "lr": {"relative_step": False}, "unscaled_wd": {"weight_decay": 0.5}}
     options = {key: other for key, other in beside.get(name, {}).items() if key in defaults}
     params = [torch.nn.Parameter(torch.ones(2, 2))]
-    before = cls(params, **({} if "relative_step" in options or name == "relative_step" else options))
+    if name == "lr" and options:
+        before = cls(params, **options, lr=0.5)
+    else:
+        before = cls(params, **({} if name == "relative_step" else options))
     after = cls(params, **{**options, name: value})
     old, new = before.param_groups[0], after.param_groups[0]
     fields = []
@@ -88,9 +91,10 @@ def rows(cls):
 def fixed(cls, set_by_arguments):
     """The fields of the Rule that no argument sets, with their values."""
     rule = cls.rule(cls([torch.nn.Parameter(torch.ones(2, 2))]).param_groups[0])
-    return ", ".join(
-        f"{key} = {getattr(rule, key)}" for key in rule.__dataclass_fields__ if key not in set_by_arguments
-    )
+    names = [key for key in rule.__dataclass_fields__ if key not in set_by_arguments]
+    if rule.relative and "lr" in names:
+        names.remove("lr")
+    return ", ".join(f"{key} = {getattr(rule, key)}" for key in names)
 
 
 def page():

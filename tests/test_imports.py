@@ -110,6 +110,6 @@ def test_importing_starts_nothing():
 
 
 def test_importing_is_quick_beyond_torch():
-    """Under 30 ms; the best of a few tries, as a busy machine only ever adds."""
-    code = "import torch, time; start = time.perf_counter(); import adafactor; print(time.perf_counter() - start)"
+    """Under 30 ms of the processor's time, the best of a few tries: a busy machine only ever adds."""
+    code = "import torch, time; start = time.process_time(); import adafactor; print(time.process_time() - start)"
     assert min(float(run(code)) for _ in range(3)) < 0.030

@@ -9,6 +9,7 @@ from helpers import assert_same_path, parameters, random_steps, trajectory
 from torch.nn import Parameter
 
 from adafactor import Adafactor
+from adafactor.dialects import optax, timm
 from adafactor.dialects.transformers import Adafactor as OursT
 
 Torch = torch.optim.Adafactor
@@ -96,6 +97,71 @@ def test_another_dialects_state_is_taken_and_its_hyper_parameters_are_not(source
         for name, value in entry.items():
             if name in names:
                 assert torch.equal(second.state_dict()["state"][key][names[name]].flatten(), value.flatten())
+
+
+BARE = [
+    (OursT, [(4, 3)], {}),
+    (OursT, [(5,)], {"beta1": 0.9}),
+    (timm.Adafactor, [(20, 20, 30)], {}),
+    (optax.Adafactor, [(200, 200)], {}),
+    (Adafactor, [(4, 3)], {}),
+]
+
+
+@pytest.mark.parametrize(("cls", "shapes", "options"), BARE)
+def test_groups_without_options_are_read_as_the_optimizers_own(cls, shapes, options):
+    """Tools that save nothing but ids and state; names that several systems share."""
+    start, steps = random_steps(shapes, 1)
+    params = parameters(start)
+    source = cls(params, **options)
+    trajectory(source, params, steps)
+    saved = source.state_dict()
+    saved["param_groups"] = [{"params": group["params"]} for group in saved["param_groups"]]
+    target = cls(parameters(start), **options)
+    target.load_state_dict(saved)
+    assert int(target.state_dict()["state"][0]["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("factor", "bogus"), ("factor", ["x"]), ("min_dim_size_to_factor", "a"), ("batch_dims", -1)]
+)
+def test_a_bad_factoring_in_a_file_is_refused(key, value):
+    state_dict = saved()
+    state_dict["param_groups"][0][key] = value
+    assert_refused(Adafactor, state_dict, key)
+
+
+def test_a_stack_is_not_taken_for_a_whole():
+    """Its statistics are alike, its clipping is not."""
+    params = parameters([torch.ones(2, 4)])
+    source = optax.Adafactor(params, batch_dims=1)
+    trajectory(source, params, [[torch.ones(2, 4)]])
+    with pytest.raises(ValueError, match="and 0 batch dims"):
+        optax.Adafactor(params).load_state_dict(source.state_dict())
+
+
+def test_momentum_that_the_new_dialect_has_no_use_for_is_dropped():
+    """It is as large as the parameter."""
+    params = parameters([torch.ones(3)])
+    source = OursT(params, beta1=0.9)
+    trajectory(source, params, [[torch.ones(3)]])
+    target = Adafactor(params)
+    with pytest.warns(UserWarning, match="keep their own"):
+        target.load_state_dict(source.state_dict())
+    assert sorted(target.state[params[0]]) == ["step", "variance"]
+
+
+def test_the_saved_rms_is_that_of_the_last_step():
+    """Also where the step no longer measures it."""
+    params = parameters([torch.ones(3)])
+    source = OursT(params, lr=0.5, relative_step=False)
+    trajectory(source, params, [[torch.ones(3)]])
+    target = OursT(params, lr=0.5, relative_step=False, scale_parameter=False)
+    target.load_state_dict(source.state_dict())
+    target.param_groups[0]["scale_parameter"] = False
+    trajectory(target, params, [[torch.ones(3)], [torch.ones(3)]])
+    rms = target.state_dict()["state"][0]["RMS"]
+    assert rms == pytest.approx(float(params[0].detach().square().mean().sqrt()))
 
 
 def test_engine_arguments_stay_and_missing_keys_are_filled():

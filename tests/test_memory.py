@@ -68,6 +68,14 @@ def test_what_an_optimizer_takes_can_be_estimated():
         estimate(params, factor="rows")
 
 
+def test_what_is_listed_twice_is_kept_once_and_a_single_tensor_is_refused():
+    p = Parameter(torch.ones(6, 4))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        assert estimate([p, p]).bytes == estimate([p]).bytes
+    with pytest.raises(TypeError, match="should be a module or an iterable of parameters, got a single tensor"):
+        estimate(p)
+
+
 SHAPES = st.lists(st.integers(0, 40), max_size=5).map(tuple)
 
 

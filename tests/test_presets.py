@@ -1,4 +1,4 @@
-"""Each preset trains a small task of its kind; what its docstring gives as reasons is what makes the difference."""
+"""Each preset trains a small task of its kind. The thresholds tell learning from not learning, no more."""
 
 import pytest
 import torch

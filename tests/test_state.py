@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from transformers.optimization import Adafactor as PeerTransformers
 
 from adafactor import Adafactor, reference, sweeps
+from adafactor.dialects import big_vision, optax, paper, timm
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
 from adafactor.optimizer import _Key, _refuse_capture
 
@@ -201,13 +202,27 @@ def test_lazy_modules(cls):
     assert sorted(optimizer.state_dict()["state"]) == [0, 1]
 
 
-@both
+META = torch.zeros((), device="meta")
+
+
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"lr": torch.zeros((), device="meta")}])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (Adafactor, {}),
+        (Adafactor, {"weight_decay": 0.1, "maximize": True}),
+        (Adafactor, {"lr": META, "weight_decay": 0.1}),
+        (TransformersAdafactor, {}),
+        (TransformersAdafactor, {"lr": META, "relative_step": False, "beta1": 0.9}),
+        (paper.Adafactor, {"beta1": 0.9, "weight_decay": 0.1}),
+        (optax.Adafactor, {"batch_dims": 1, "min_dim_size_to_factor": 2, "momentum": 0.9, "weight_decay_rate": 0.1}),
+        (optax.Adafactor, {"learning_rate": META, "dtype_momentum": torch.bfloat16, "momentum": 0.9}),
+        (big_vision.Adafactor, {"weight_decay": 0.1}),
+        (timm.Adafactor, {"betas": (0.9, 0.99)}),
+    ],
+)
 def test_a_step_reads_nothing_back_from_the_device(cls, foreach, options):
     """On an accelerator each read waits for all work before it. Tensors without values raise where one is read."""
-    if "lr" in options and cls is TransformersAdafactor:
-        options = {**options, "relative_step": False, "beta1": 0.9}
     params = [Parameter(torch.empty(shape, device="meta")) for shape in [(3, 2), (4,), (), (2, 3, 4)]]
     optimizer = cls(params, foreach=foreach, **options)
     for _ in range(2):
@@ -238,6 +253,31 @@ def test_a_captured_graph_is_refused(monkeypatch):
         _refuse_capture({key: {}})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _refuse_capture({key: {}})
+
+
+def test_the_capture_is_looked_for_before_anything_is_touched(monkeypatch):
+    p = Parameter(torch.ones(2))
+    optimizer = Adafactor([p])
+    p.grad = torch.ones(2)
+
+    def refuse(batches):
+        raise RuntimeError("capturing")
+
+    monkeypatch.setattr("adafactor.optimizer._refuse_capture", refuse)
+    with pytest.raises(RuntimeError, match="capturing"):
+        optimizer.step()
+    assert p.detach().tolist() == [1, 1]
+    assert optimizer.state_dict()["state"][0]["step"] == 0
+
+
+@both
+@pytest.mark.parametrize("moved", [lambda step: step.double(), lambda step: step.reshape(1), float, int])
+def test_a_step_count_that_a_tool_has_changed(cls, moved):
+    """Helpers cast or move every tensor of a state at once, and other versions keep an int."""
+    [p], optimizer = stepped(cls, (3, 2))
+    optimizer.state[p]["step"] = moved(optimizer.state[p]["step"])
+    trajectory(optimizer, [p], [[torch.ones(3, 2)]])
+    assert int(optimizer.state_dict()["state"][0]["step"]) == 3
 
 
 @both

@@ -18,6 +18,7 @@ def end(cls, start, steps, **options):
 
 
 def close(first, second):
+    """A few float32 roundings: the same numbers in another order."""
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
@@ -133,6 +134,55 @@ def test_timm_takes_relative_steps_without_an_lr_and_plain_ones_with():
     close(mixed, [end(transformers.Adafactor, start, steps)[0], plain[1]])
     with pytest.raises(ValueError, match="warmup_init should be False with an lr, got True"):
         timm.Adafactor(params, lr=0.1, warmup_init=True)
+
+
+def test_groups_take_the_constructors_arguments():
+    """Under the names that the constructor has, also where a group keeps them under others."""
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    group = optax.Adafactor([{"params": [p], "learning_rate": 0.5}]).param_groups[0]
+    assert (group["lr"], "learning_rate" in group) == (0.5, False)
+    groups = timm.Adafactor([{"params": [p], "betas": (0.9, 0.99)}, {"params": [q], "lr": None}], lr=0.1).param_groups
+    assert (groups[0]["beta1"], groups[0]["relative_step"], groups[0]["lr"]) == (0.9, False, 0.1)
+    assert (groups[1]["beta1"], groups[1]["relative_step"], groups[1]["lr"]) == (None, True, 0.01)
+    with pytest.raises(ValueError, match=r"a group should have no lr, since the step size is relative, got 0\.5"):
+        paper.Adafactor([{"params": [p], "lr": 0.5}])
+    copied = paper.Adafactor([p]).param_groups[0]
+    assert paper.Adafactor([{**copied, "params": [q]}]).param_groups[0]["lr"] == 0.01
+    with pytest.raises(ValueError, match="lr should be None with relative_step=True"):
+        timm.Adafactor([{"params": [p], "lr": 0.5, "relative_step": True}])
+    refused = {"params": [q], "lr": 0.5, "eps": -1.0}
+    with pytest.raises(ValueError, match="eps should be"):
+        timm.Adafactor([p]).add_param_group(refused)
+    assert refused.keys() == {"params", "lr", "eps"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [(timm.Adafactor, "caution"), *((big_vision.Adafactor, n) for n in ("caution", "corrected_weight_decay"))],
+)
+def test_a_file_of_another_algorithm_is_refused(cls, name):
+    """timm's extensions travel in its files: without them the run would go on as another."""
+    p = Parameter(torch.ones(2))
+    saved = cls([p]).state_dict()
+    saved["param_groups"][0][name] = True
+    with pytest.raises(ValueError, match=f"{name} should be False, since it is an algorithm of its own, got True"):
+        cls([p]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("module", [transformers, timm, torch_dialect])
+def test_factors_cannot_be_changed_under_a_run(module):
+    """In a cube the statistics of any two dims look alike."""
+    start, steps = random_steps([(20, 20, 20)], 1)
+    params = parameters(start)
+    optimizer = module.Adafactor(params, factor="last")
+    trajectory(optimizer, params, steps)
+    before = params[0].detach().clone()
+    optimizer.param_groups[0]["factor"] = "matrix"
+    with pytest.raises(ValueError, match="should keep the shape and the factors"):
+        trajectory(optimizer, params, steps)
+    assert torch.equal(params[0].detach(), before)
+    optimizer.param_groups[0]["factor"] = "largest"  # the same two, of equals
+    trajectory(optimizer, params, steps)
 
 
 @pytest.mark.parametrize("module", ALL)

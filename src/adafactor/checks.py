@@ -110,6 +110,13 @@ def float_dtype(name: str, value: Any) -> torch.dtype:
     raise ValueError(f"{name} should be one of {', '.join(dtypes)}, got {value!r}")
 
 
+def absent(group: Mapping[str, Any], *names: str) -> None:
+    """Refuse options that stand for another algorithm, where a file of the original brings them."""
+    for name in names:
+        if group.get(name):
+            raise ValueError(f"{name} should be False, since it is an algorithm of its own, got {group[name]!r}")
+
+
 def epsilons(name: str, value: Any, *, none: bool) -> tuple[float | None, float]:
     """A pair of finite numbers >= 0; with none=True the first may be None."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:

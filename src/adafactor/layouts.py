@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shapes import Factoring, Plan
+from . import checks
+from .shapes import MODES, Factoring, Plan
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,12 @@ class Layout:
     def factoring_of(self, group: Mapping[str, Any]) -> Factoring:
         """What a saved group's parameters were factored over."""
         own = self.factoring
-        mode = (group.get("factor") or own.mode) if group.get("factored", True) else "none"
-        min_dim = group.get("min_dim_size_to_factor", own.min_dim)
-        return Factoring(mode, min_dim, group.get("batch_dims", own.batch_dims))
+        mode = own.mode if group.get("factor") is None else checks.choice("factor", group["factor"], MODES)
+        return Factoring(
+            mode if checks.flag("factored", group.get("factored", True)) else "none",
+            checks.count("min_dim_size_to_factor", group.get("min_dim_size_to_factor", own.min_dim)),
+            checks.count("batch_dims", group.get("batch_dims", own.batch_dims)),
+        )
 
 
 TORCH = Layout(
@@ -115,8 +119,9 @@ def detect(state_dict: Mapping[str, Any], own: Layout) -> Layout:
     for layout in LAYOUTS:
         if layout.marks <= group_keys:
             return layout
-    for layout in LAYOUTS:
-        if state_keys & {layout.row, layout.col} or state_keys - {"step", "RMS"} == {layout.full}:
+    for layout in (own, *LAYOUTS):
+        vectors = state_keys - {"step", "RMS"} == {layout.full} or state_keys == {"step", "RMS", *layout.names[2:]}
+        if state_keys & {layout.row, layout.col} or vectors:
             return layout
     if not state_keys and not group_keys:
         return own

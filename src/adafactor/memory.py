@@ -96,15 +96,21 @@ def estimate(
     20,484 bytes of state for 9,437,184 bytes of parameters (0.22% of the parameters)
     """
     cls = _class_of(dialect)
+    if isinstance(model_or_params, Tensor):
+        raise TypeError("model_or_params should be a module or an iterable of parameters, got a single tensor")
+    metas: dict[Tensor, Tensor] = {}
     params = model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params
-    optimizer = cls([_without_memory(each) for each in params], **options)
+    optimizer = cls([_without_memory(each, metas) for each in params], **options)
     entries = []
     total = 0
+    seen: set[Tensor] = set()
     for index, group in enumerate(optimizer.param_groups):
         rule, factoring = optimizer.rule({**group, "lr": 0.0}), optimizer.factoring(group)
         for position, p in enumerate(group["params"]):
-            if not p.requires_grad:
+            # One that is listed twice has one state.
+            if not p.requires_grad or p in seen:
                 continue
+            seen.add(p)
             plan, dtype = factoring.plan(tuple(p.shape)), state.arithmetic(p)
             held = state.tensors(plan, rule, cls.layout, dtype)
             momentum = held.pop(cls.layout.momentum, None)
@@ -125,12 +131,14 @@ def _class_of(dialect: str | type[BaseAdafactor]) -> type[BaseAdafactor]:
     return found
 
 
-def _without_memory(each: Any) -> Any:
+def _without_memory(each: Any, metas: dict[Tensor, Tensor]) -> Any:
     """A parameter, a (name, parameter) pair or a group, with parameters of the same shapes on the meta device."""
     if isinstance(each, Tensor):
-        return torch.empty_like(each, device="meta", requires_grad=each.requires_grad)
+        if each not in metas:
+            metas[each] = torch.empty_like(each, device="meta", requires_grad=each.requires_grad)
+        return metas[each]
     if isinstance(each, dict):
-        params = each["params"]
-        return {**each, "params": [_without_memory(p) for p in ([params] if isinstance(params, Tensor) else params)]}
+        params = [each["params"]] if isinstance(each["params"], Tensor) else each["params"]
+        return {**each, "params": [_without_memory(p, metas) for p in params]}
     name, p = each
-    return name, _without_memory(p)
+    return name, _without_memory(p, metas)

@@ -48,6 +48,8 @@ class BaseAdafactor(torch.optim.Optimizer):
         self._rms: dict[Tensor, Tensor] = {}
         # What a relative group's lr was last set to show, by the group's id: another value is somebody else's.
         self._shown: dict[int, float] = {}
+        # What a group's state was factored by, by the group's id: equal sizes hide a change from the state's shapes.
+        self._factored: dict[int, Factoring] = {}
         self._warned_lr = False
         # Every group may give its own lr; all other defaults have to be good even if no group ends up with them.
         self._check_group({**defaults, "lr": 0.0 if defaults["lr"] is None else defaults["lr"]})
@@ -73,6 +75,7 @@ class BaseAdafactor(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._shown = {id(group): group["lr"] for group in self.param_groups}
+        self._factored = {}
 
     # Groups
 
@@ -87,11 +90,10 @@ class BaseAdafactor(torch.optim.Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group should be a dict, got {type(param_group).__name__}")
-        self._check_request(param_group)
-        if isinstance(param_group["params"], Iterator):
+        if isinstance(param_group.get("params"), Iterator):
             param_group["params"] = list(param_group["params"])
         # The base class fills the dict in, and refuses it half filled: the caller's own waits until all is well.
-        group = dict(param_group)
+        group = self._request(dict(param_group))
         super().add_param_group(group)
         index = len(self.param_groups) - 1
         try:
@@ -101,13 +103,23 @@ class BaseAdafactor(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        param_group.clear()
         param_group.update(group)
         self.param_groups[index] = param_group
         self._show_lr(param_group, rule)
         self._make_state(param_group)
 
-    def _check_request(self, param_group: Mapping[str, Any]) -> None:
-        """Refuse options that a caller cannot mean together; what a group holds later is not judged by this."""
+    def _request(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What a caller's group says, under the keys that groups have. Refuses options that cannot be meant together.
+
+        What a group holds later, or was copied from another optimizer, is not judged by this.
+        """
+        return group
+
+    def _is_copied(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group has every key, so that it comes from an optimizer, where a relative lr is a read-out."""
+        # The base class adds a default of its own when an optimizer is copied or loaded.
+        return self.defaults.keys() - {"differentiable"} <= group.keys()
 
     def _check_group(self, group: Mapping[str, Any]) -> Rule:
         backends.check(group)
@@ -174,6 +186,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         unready: dict[Tensor, _Work] = {}
         for index, (group, rule) in enumerate(zip(self.param_groups, rules, strict=True)):
             backend, factoring, form = backends.choose(group), self.factoring(group), rule.form
+            before = self._factored.get(id(group), factoring)
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
@@ -181,8 +194,8 @@ class BaseAdafactor(torch.optim.Optimizer):
                 checks.gradient(p, p.grad, group, index, position)
                 work = _Work(factoring.plan(tuple(p.shape)), rule)
                 own = self.state.get(p)
-                if not own or not state.ready(own, p, *work, self.layout):
-                    self._check_shape(p, work.plan, group, index, position)
+                if not own or before != factoring or not state.ready(own, p, *work, self.layout):
+                    self._check_plan(p, work.plan, before.plan(work.plan.shape), group, index, position)
                     unready[p] = work
                 # A tensor that was passed twice takes one step.
                 batches.setdefault(_Key(backend, form, state.arithmetic(p), p.device), {})[p] = work
@@ -195,6 +208,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             self._run(key, batch)
         for group, rule in zip(self.param_groups, rules, strict=True):
             self._show_lr(group, rule)
+            self._factored[id(group)] = self.factoring(group)
         self._forget_swapped()
         return loss
 
@@ -211,7 +225,10 @@ class BaseAdafactor(torch.optim.Optimizer):
             params, items = zip(*parts[wave], strict=True)
             part = table if len(items) == len(parts) else table.part(wave)
             rms = run(Batch(items, part, key.form, key.dtype), key.backend)
-            if rms is not None:
+            if rms is None:
+                for p in params:
+                    self._rms.pop(p, None)
+            else:
                 # Of a stack, the first slice speaks.
                 self._rms.update(zip(reversed(params), rms.flip(0), strict=True))
 
@@ -226,8 +243,10 @@ class BaseAdafactor(torch.optim.Optimizer):
             R, C = R.view(plan.row_shape), C.view(plan.col_shape)
         return Item(plan, p, p.grad, R, C, None, m)
 
-    def _check_shape(self, p: Tensor, plan: Plan, group: Mapping[str, Any], index: int, position: int) -> None:
-        if self._steps_of(p) > 0 and not state.fits(self.state[p], plan, self.layout):
+    def _check_plan(
+        self, p: Tensor, plan: Plan, before: Plan, group: Mapping[str, Any], index: int, position: int
+    ) -> None:
+        if self._steps_of(p) > 0 and (plan != before or not state.fits(self.state[p], plan, self.layout)):
             raise ValueError(
                 f"{checks.label(group, index, position)} should keep the shape and the factors it has taken steps "
                 f"with, got shape {plan.shape} with rows {plan.rows} and columns {plan.cols}"

@@ -55,7 +55,7 @@ def diffusion_unet(params: ParamsT, lr: float | Tensor = 1e-5, **changes: Any) -
     """A diffusion model whose weights are convolutions.
 
     - factor="matrix": factored over its last two dims, a 3x3 convolution keeps two thirds of its size as state, and a
-      1x1 convolution twice its size; split between output channels and the rest, a percent or two.
+      1x1 convolution twice its size; split between output channels and the rest, less than 1% from 192 channels up.
     - scale_parameter=False, relative_step=False: such models start layers at zero (the last of every block), which a
       step relative to the parameter's size hardly moves.
     - beta1=None, clip_threshold=1.0: as in ``llm_fine_tuning``.

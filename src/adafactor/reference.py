@@ -2,7 +2,8 @@
 
 In float64 it is the oracle that every other backend is held to. Only sums along dims and vector_norm are used: a full
 sum() depends on the number of threads. u is kept between measure and apply, so a step holds one tensor of a wave's size
-in the arithmetic's dtype (and, for parameters of lower precision, copies of one parameter and its gradient).
+in the arithmetic's dtype (two while a full V takes in its gradient; and, for parameters of lower precision, copies of
+one parameter and its gradient).
 """
 
 from __future__ import annotations
@@ -91,13 +92,12 @@ def norm(x: Tensor) -> Tensor:
     by 5e-3.
     """
     while x.dim() > 0:
-        if x.shape[-1] <= STAGE:
+        whole = x.shape[-1] // STAGE
+        if whole == 0:
             x = vector_norm(x, dim=-1)
         else:
-            x = torch.cat(
-                [vector_norm(piece, dim=-1, keepdim=True) for piece in x.chunk(-(-x.shape[-1] // STAGE), dim=-1)],
-                dim=-1,
-            )
+            pieces, rest = torch.unflatten(x[..., : whole * STAGE], -1, (whole, STAGE)), x[..., whole * STAGE :]
+            x = torch.cat([vector_norm(pieces, dim=-1), vector_norm(rest, dim=-1, keepdim=True)], dim=-1)
     return x
 
 

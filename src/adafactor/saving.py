@@ -18,7 +18,7 @@ from .shapes import Plan
 from .state import State
 
 Group = dict[str, Any]
-ENGINE_ARGUMENTS = ("factor", "min_dim_size_to_factor", "foreach", "fused")
+ENGINE_ARGUMENTS = ("factor", "min_dim_size_to_factor", "factored", "batch_dims", "foreach", "fused")
 """The arguments that say how a step is computed and what is kept for it: never taken from a saved state."""
 
 
@@ -98,7 +98,11 @@ def to_load(
             p, rule, factoring, group = owner[key]
             plan, label = plan_of(p, group), f"parameter {key}"
             _check_same_dims(factoring.plan(plan.shape), plan, label)
-            states[p] = state.copy_for(p, layouts.read(found, layout, entry, plan, label), plan, rule, layout)
+            read = layouts.read(found, layout, entry, plan, label)
+            if found != layout and rule.beta1 is None:
+                # Of no use here, and as large as the parameter.
+                read.pop(layout.momentum, None)
+            states[p] = state.copy_for(p, read, plan, rule, layout)
             if isinstance(entry.get("RMS"), (Real, Tensor)):
                 rms[p] = torch.as_tensor(entry["RMS"], dtype=torch.float64)
     return Loaded(merged, states, rms)
@@ -125,8 +129,8 @@ def _merge(saved: Sequence[Group], groups: Sequence[Group], found: Layout, own: 
 
 
 def _check_same_dims(saved: Plan, own: Plan, label: str) -> None:
-    if (saved.rows, saved.cols) != (own.rows, own.cols):
+    if (saved.rows, saved.cols, saved.slices) != (own.rows, own.cols, own.slices):
         raise ValueError(
-            f"the state of {label} should be factored over rows {own.rows} and columns {own.cols} of its shape "
-            f"{own.shape}, got rows {saved.rows} and columns {saved.cols}"
+            f"the state of {label} should be factored over rows {own.rows}, columns {own.cols} and {own.slices} batch "
+            f"dims of its shape {own.shape}, got rows {saved.rows}, columns {saved.cols} and {saved.slices} batch dims"
         )

@@ -54,7 +54,7 @@ def fits(state: Mapping[str, Any], plan: Plan, layout: Layout) -> bool:
 
 def ready(state: Mapping[str, Any], p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> bool:
     """Whether a step can use a state as it is: everything is there, for this plan, where p is, in the right dtype."""
-    return isinstance(state.get("step"), Tensor) and all(
+    return _counts(state) and all(
         (value := state.get(name)) is not None
         and value.shape == shape
         and value.dtype == dtype
@@ -72,7 +72,7 @@ def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> N
     if not fits(state, plan, layout):
         for name in ("step", *layout.names):
             state.pop(name, None)
-    if not isinstance(state.get("step"), Tensor):
+    if not _counts(state):
         state["step"] = torch.tensor(steps(state), dtype=torch.float32)
     for name, (shape, dtype) in tensors(plan, rule, layout, arithmetic(p)).items():
         kept = state.get(name)
@@ -94,3 +94,9 @@ def copy_for(p: Tensor, state: Mapping[str, Any], plan: Plan, rule: Rule, layout
             value = value.detach().to(device, dtype, copy=True)
         copy[name] = value
     return copy
+
+
+def _counts(state: Mapping[str, Any]) -> bool:
+    """Whether the step count is where it is kept: tools move all tensors of a state at once, or put an int there."""
+    step = state.get("step")
+    return isinstance(step, Tensor) and step.dtype is torch.float32 and step.dim() == 0 and step.device.type == "cpu"

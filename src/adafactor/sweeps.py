@@ -48,7 +48,7 @@ class Batch:
         items: k tensors.
         numbers: the table of their step numbers, [k] each.
         form: which operations they need.
-        dtype: what the arithmetic runs in, float32 or float64; the items' R, C, V and m have it too.
+        dtype: what the arithmetic runs in, float32 or float64; the items' R, C and V have it too.
         u: where a backend without kernels keeps u from measure to apply.
     """
 

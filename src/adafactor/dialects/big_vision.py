@@ -91,6 +91,7 @@ class Adafactor(BaseAdafactor):
     @staticmethod
     def rule(group: Mapping[str, Any]) -> Rule:
         """What a step of the group computes. Raises a ValueError that names the argument, its rule and its value."""
+        checks.absent(group, "caution", "corrected_weight_decay")
         return Rule(
             rho="constant",
             lr=checks.learning_rate("lr", group["lr"]),

@@ -33,7 +33,7 @@ class Adafactor(BaseAdafactor):
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts of them with options of their own.
-        learning_rate: a number or a one-element tensor; None is 1. A group's own is given as ``lr``.
+        learning_rate: a number or a one-element tensor; None is 1. Groups keep it as ``lr``.
         min_dim_size_to_factor: the fewest rows and columns that are factored.
         decay_rate: the exponent of beta2's schedule, at least 0.
         decay_offset: steps before beta2's schedule begins.
@@ -94,6 +94,12 @@ class Adafactor(BaseAdafactor):
             "fused": fused,
         }
         super().__init__(params, defaults)
+
+    def _request(self, group: dict[str, Any]) -> dict[str, Any]:
+        if "learning_rate" in group:
+            lr = group.pop("learning_rate")
+            group["lr"] = 1.0 if lr is None else lr
+        return group
 
     @staticmethod
     def factoring(group: Mapping[str, Any]) -> Factoring:

@@ -35,7 +35,7 @@ class Adafactor(BaseAdafactor):
         warmup_init: whether the relative step size starts at 1e-6 and grows.
         beta1: the decay of the momentum, in [0, 1). None and 0 keep no buffer.
         weight_decay: decoupled, times alpha.
-        factor, min_dim_size_to_factor, foreach, maximize, fused: see :class:`adafactor.Adafactor`.
+        factor, min_dim_size_to_factor, foreach, fused: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -74,6 +74,11 @@ class Adafactor(BaseAdafactor):
             "fused": fused,
         }
         super().__init__(params, defaults)
+
+    def _request(self, group: dict[str, Any]) -> dict[str, Any]:
+        if group.get("lr") is not None and not self._is_copied(group):
+            raise ValueError(f"a group should have no lr, since the step size is relative, got {group['lr']!r}")
+        return group
 
     @staticmethod
     def rule(group: Mapping[str, Any]) -> Rule:

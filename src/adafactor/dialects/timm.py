@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,15 +74,13 @@ class Adafactor(BaseAdafactor):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        if betas is not None and (not isinstance(betas, (tuple, list)) or not betas):
-            raise ValueError(f"betas should be a pair of numbers or None, got {betas!r}")
         defaults = {
             "lr": lr,
             "eps": eps,
             "eps_scale": eps_scale,
             "clip_threshold": clip_threshold,
             "decay_rate": decay_rate,
-            "beta1": None if betas is None else betas[0],
+            "beta1": _beta1(betas),
             "weight_decay": weight_decay,
             "scale_parameter": scale_parameter,
             "relative_step": lr is None,
@@ -94,11 +92,15 @@ class Adafactor(BaseAdafactor):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; one with an lr of its own takes that in place of relative steps."""
-        if isinstance(param_group, dict) and param_group.get("lr") is not None:
-            param_group.setdefault("relative_step", False)
-        super().add_param_group(param_group)
+    def _request(self, group: dict[str, Any]) -> dict[str, Any]:
+        if "betas" in group:
+            group["beta1"] = _beta1(group.pop("betas"))
+        if not self._is_copied(group) and "lr" in group:
+            # A group with an lr of its own takes that in place of relative steps, one with None the reverse.
+            if group["lr"] is not None and group.get("relative_step"):
+                raise ValueError(f"lr should be None with relative_step=True, got {group['lr']!r}")
+            group.setdefault("relative_step", group["lr"] is None)
+        return group
 
     @staticmethod
     def factoring(group: Mapping[str, Any]) -> Factoring:
@@ -112,6 +114,7 @@ class Adafactor(BaseAdafactor):
     @staticmethod
     def rule(group: Mapping[str, Any]) -> Rule:
         """What a step of the group computes. Raises a ValueError that names the argument, its rule and its value."""
+        checks.absent(group, "caution")
         relative = checks.flag("relative_step", group["relative_step"])
         warmup = checks.flag("warmup_init", group["warmup_init"])
         lr = group["lr"]
@@ -132,3 +135,9 @@ class Adafactor(BaseAdafactor):
             weight_decay=checks.at_least_zero("weight_decay", group["weight_decay"]),
             decay_by="alpha",
         )
+
+
+def _beta1(betas: Any) -> Any:
+    if betas is not None and (not isinstance(betas, Sequence) or isinstance(betas, str) or not betas):
+        raise ValueError(f"betas should be a pair of numbers or None, got {betas!r}")
+    return None if betas is None else betas[0]

@@ -100,14 +100,11 @@ class Adafactor(BaseAdafactor):
         _check_conflicts(lr, relative_step, warmup_init)
         super().__init__(params, defaults)
 
-    def _check_request(self, param_group: Mapping[str, Any]) -> None:
-        # A group with every key was copied from an optimizer, where a relative lr is a read-out. (The base class adds a
-        # default of its own when an optimizer is copied or loaded.)
-        if self.defaults.keys() - {"differentiable"} <= param_group.keys():
-            return
-        options = {**self.defaults, **param_group}
-        lr = param_group.get("lr")
-        _check_conflicts(lr, options["relative_step"], options["warmup_init"])
+    def _request(self, group: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_copied(group):
+            options = {**self.defaults, **group}
+            _check_conflicts(group.get("lr"), options["relative_step"], options["warmup_init"])
+        return group
 
     @staticmethod
     def rule(group: Mapping[str, Any]) -> Rule:

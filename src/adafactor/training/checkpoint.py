@@ -14,6 +14,7 @@ from .errors import InputError, SaveError
 
 NAME = "checkpoint.pt"
 KEYS = {"config", "fingerprint", "torch", "model", "optimizer", "scheduler", "step", "rows"}
+KEYS |= {"since_row", "total", "evaluation_seconds"}
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -70,4 +71,8 @@ def load(path: Path) -> tuple[Path, Config, dict[str, Any]]:
         raise InputError(f"{file} is not a checkpoint of adafactor train") from error
     if not isinstance(state, dict) or not state.keys() >= KEYS:
         raise InputError(f"{file} is not a checkpoint of adafactor train")
-    return file, Config(**state["config"]), state
+    try:
+        config = Config(**state["config"])
+    except TypeError as error:
+        raise InputError(f"{file} is of another version of adafactor train: {error}") from error
+    return file, config, state

@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 
     module: str
     about: str
-    lr: float
+    lr: float | None
     relative: bool = False
     attribute: str = "Adafactor"
     lr_name: str | None = "lr"
@@ -33,10 +33,10 @@ CHOICES = {
     "adafactor": Choice("adafactor", "this library's, as in torch.optim", 0.05),
     "towhee": Choice("adafactor.dialects.towhee", "as in towhee", 0.05, relative=True),
     "transformers": Choice("adafactor.dialects.transformers", "as in transformers", 0.05, relative=True),
-    "paper": Choice("adafactor.dialects.paper", "as in the paper", 0.0, relative=True, lr_name=None),
+    "paper": Choice("adafactor.dialects.paper", "as in the paper", None, relative=True, lr_name=None),
     "optax": Choice("adafactor.dialects.optax", "as in optax", 0.05, lr_name="learning_rate"),
     "big_vision": Choice("adafactor.dialects.big_vision", "as in big_vision", 3e-3),
-    "timm": Choice("adafactor.dialects.timm", "as in timm", 3e-3, relative=True),
+    "timm": Choice("adafactor.dialects.timm", "as in timm", None, relative=True),
     "torch": Choice("torch.optim", "PyTorch's own Adafactor", 0.05),
     "adamw": Choice("torch.optim", "PyTorch's AdamW", 3e-3, attribute="AdamW"),
 }
