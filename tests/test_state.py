@@ -20,6 +20,7 @@ from adafactor import Adafactor, reference, sweeps
 from adafactor.dialects import big_vision, optax, paper, timm
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
 from adafactor.optimizer import _Key, _refuse_capture
+from adafactor.shapes import Factoring
 
 DIALECTS = [Adafactor, TransformersAdafactor]
 both = pytest.mark.parametrize("cls", DIALECTS)
@@ -253,6 +254,29 @@ def test_a_captured_graph_is_refused(monkeypatch):
         _refuse_capture({key: {}})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _refuse_capture({key: {}})
+
+
+def test_a_new_group_owes_nothing_to_a_dead_one():
+    """Python gives a new dict the id of one that is gone: what was remembered of that one must not refuse this one."""
+    [p], optimizer = stepped(Adafactor, (3, 4, 5))
+    own = optimizer.state[p]
+    optimizer.param_groups.clear()
+    group = {"params": [p]}
+    optimizer._factored[id(group)] = Factoring("matrix")
+    optimizer.add_param_group(group)
+    trajectory(optimizer, [p], [[torch.ones(3, 4, 5)]])
+    assert optimizer.state[p] is own
+    assert int(own["step"]) == 3
+
+
+def test_the_saved_rms_of_a_large_parameter_is_right_where_no_step_measures_it():
+    """In one go a float32 norm is off by 1e-4 at 4 million elements."""
+    p = Parameter(torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)))
+    optimizer = TransformersAdafactor([p], lr=1e-3, relative_step=False, scale_parameter=False)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    truth = float(p.detach().double().square().mean().sqrt())
+    assert optimizer.state_dict()["state"][0]["RMS"] == pytest.approx(truth, rel=1e-6)
 
 
 def test_the_capture_is_looked_for_before_anything_is_touched(monkeypatch):

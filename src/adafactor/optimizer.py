@@ -8,11 +8,11 @@ from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 from torch.nn.parameter import is_lazy
 
 from . import backends, checks, saving, state
 from .layouts import Layout
+from .reference import norm
 from .rule import Form, Rule, numbers
 from .shapes import MODES, Factoring, Plan
 from .sweeps import Backend, Batch, Item, run, stacked, waves
@@ -106,6 +106,8 @@ class BaseAdafactor(torch.optim.Optimizer):
         param_group.clear()
         param_group.update(group)
         self.param_groups[index] = param_group
+        # Under an id that may have been another group's.
+        self._factored[id(param_group)] = self.factoring(param_group)
         self._show_lr(param_group, rule)
         self._make_state(param_group)
 
@@ -292,7 +294,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         """rms(p) at the last step; where no step has measured it, of p as it is."""
         if p in self._rms:
             return float(self._rms[p])
-        return float(vector_norm(p.detach().to(state.arithmetic(p)))) / math.sqrt(max(p.numel(), 1))
+        return float(norm(p.detach().to(state.arithmetic(p)))) / math.sqrt(max(p.numel(), 1))
 
     # Saving and loading
 

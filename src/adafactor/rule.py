@@ -30,7 +30,8 @@ class Rule:
 
     rms(x) is the root of the mean of squares over the whole tensor; rms(p) is taken before p changes; mean(C) = mean(R)
     is over each matrix of a batch. With ``maximize``, -u. Where lr is 0, p stays as it is, whatever the rest says.
-    Arithmetic and R, C, V, m are in float32, for float64 parameters in float64; p is rounded once, at the end.
+    Arithmetic and R, C, V are in float32, for float64 parameters in float64, and so is m unless momentum_dtype says
+    otherwise; p is rounded once, at the end.
 
     Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 to 6, as the existing implementations vary it.
 
