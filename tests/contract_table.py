@@ -268,7 +268,7 @@ def _refused() -> Iterable[Refused]:
             yield Refused(dialect, "eps", value, shown)
         yield Refused(dialect, "foreach", "x", "'x'", places=(*ASKED, STEP))
         yield Refused(dialect, "fused", "x", "'x'", places=(*ASKED, STEP))
-        yield Refused(dialect, "fused", True, "there is none", places=(*ASKED, STEP), error=RuntimeError)
+        yield Refused(dialect, "fused", True, "not both", {"foreach": True}, (*ASKED, STEP))
 
     yield Refused(TORCH, "maximize", "yes", "'yes'")
     yield Refused(TRANSFORMERS, "eps", (None, 1e-3), "None")

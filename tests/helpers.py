@@ -30,13 +30,17 @@ def trajectory(
     return path
 
 
-def assert_same_path(ours: list[Tensor], peers: list[Tensor], start: Tensor) -> None:
-    """2e-6 of the total movement for the order of float32 sums, and 6 float32 roundings of the parameter."""
+def assert_same_path(ours: list[Tensor], peers: list[Tensor], start: Tensor, ties: int = 0) -> None:
+    """2e-6 of the total movement for the order of float32 sums, and 6 float32 roundings of the parameter.
+
+    So many elements of ties may be off by a bfloat16 rounding of the movement instead.
+    """
     movement = max(float((theirs - start).abs().max()) for theirs in peers)
     for t, (mine, theirs) in enumerate(zip(ours, peers, strict=True), start=1):
         tolerance = 2e-6 * movement + 6 * 2**-24 * float(theirs.abs().max())
-        error = float((mine - theirs).abs().max())
-        assert error <= tolerance, f"step {t}: off by {error:.3g}, allowed {tolerance:.3g}"
+        errors = (mine - theirs).abs().flatten()
+        assert int((errors > tolerance).sum()) <= ties, f"step {t}: off by {float(errors.max()):.3g} > {tolerance:.3g}"
+        assert float(errors.max()) <= tolerance + (2**-8 * movement if ties else 0)
 
 
 def random_steps(

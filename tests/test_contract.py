@@ -340,7 +340,7 @@ REFUSED_GROUPS = {
     "known": (lambda p, old: {"params": [p, old]}, ValueError),
     "set": (lambda p, old: {"params": {p}}, TypeError),
     "non_leaf": (lambda p, old: {"params": [p, p * 2]}, ValueError),
-    "fused": (lambda p, old: {"params": [p], "fused": True}, RuntimeError),
+    "fused": (lambda p, old: {"params": [p], "fused": True, "foreach": True}, ValueError),
 }
 
 

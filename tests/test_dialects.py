@@ -39,7 +39,9 @@ def test_recorded_trajectories(case, foreach):
     path = trajectory(OURS[meta["peer"]](params, **meta["kwargs"], foreach=foreach), params, grads)
     for i, name in enumerate(names):
         peers = [torch.from_numpy(np.asarray(value)) for value in recorded[f"{name}.p"]]
-        assert_same_path([after[i] for after in path], peers, start[i])
+        # Rounded to bfloat16, a momentum may fall to the other side where it is half-way to a float32 rounding.
+        ties = 2 if "bigvision" in case else 0
+        assert_same_path([after[i] for after in path], peers, start[i], ties)
 
 
 def test_all_recorded_systems_are_compared():

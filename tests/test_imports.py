@@ -1,6 +1,7 @@
 """The arrows between modules, and what importing the package costs and starts."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,12 @@ ORDER = [
     ["rule"],
     ["sweeps"],
     ["reference"],
-    ["backends.foreach"],
+    ["backends.kernel", "backends.strides"],
+    ["backends.cpu", "backends.foreach"],
     ["backends"],
     ["layouts"],
     ["state"],
-    ["saving"],
+    ["batching", "saving"],
     ["optimizer"],
     [
         "dialects",
@@ -95,8 +97,11 @@ def test_training_needs_no_command_line():
             assert not {name for name in inside if name.split(".")[0] in ("cli", "__main__")}, module
 
 
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def run(code: str, **variables: str) -> str:
+    environment = os.environ | variables
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
+    ).stdout
 
 
 def test_importing_starts_nothing():
@@ -109,7 +114,11 @@ def test_importing_starts_nothing():
     assert run(code).strip() == "['adafactor'] False"
 
 
-def test_importing_is_quick_beyond_torch():
-    """Under 30 ms of the processor's time, the best of a few tries: a busy machine only ever adds."""
+def test_importing_is_quick_beyond_torch(tmp_path):
+    """Under 20 ms of the processor's time, the best of a few tries: a busy machine only ever adds.
+
+    The first one compiles, as an install does.
+    """
     code = "import torch, time; start = time.process_time(); import adafactor; print(time.process_time() - start)"
-    assert min(float(run(code)) for _ in range(3)) < 0.030
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    assert min(float(run(code, **compiled)) for _ in range(4)) < 0.020

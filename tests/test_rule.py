@@ -30,7 +30,7 @@ def rule(**changes):
 
 
 def table(*rules, t, dtype=torch.float64):
-    return numbers(rules, torch.tensor(t, dtype=torch.float32), dtype, CPU)
+    return numbers(rules, torch.arange(len(rules)), torch.tensor(t, dtype=torch.float32), dtype, CPU)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers.optimization import Adafactor as PeerTransformers
 from adafactor import Adafactor, reference, sweeps
 from adafactor.dialects import big_vision, optax, paper, timm
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
-from adafactor.optimizer import _Key, _refuse_capture
+from adafactor.optimizer import _refuse_capture
 from adafactor.shapes import Factoring
 
 DIALECTS = [Adafactor, TransformersAdafactor]
@@ -239,21 +239,21 @@ def test_large_tensors_go_through_the_sweeps_one_by_one(cls, monkeypatch):
     sizes = []
     monkeypatch.setattr(reference, "WAVE", 100)
     monkeypatch.setattr(
-        "adafactor.optimizer.run",
+        "adafactor.batching.run",
         lambda batch, backend: (sizes.append(len(batch.items)), sweeps.run(batch, backend))[1],
     )
-    stepped(cls, (5, 5), (5, 5), (40, 5), (5, 5), (60,))
+    stepped(cls, (5, 5), (5, 5), (40, 5), (5, 5), (60,), fused=False)
     assert sizes[:3] == [2, 1, 2]
 
 
 def test_a_captured_graph_is_refused(monkeypatch):
     """It would replay the step count of its capture for ever."""
-    key = _Key(reference, None, torch.float32, torch.device("cuda"))
+    device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="outside of CUDA graph capture"):
-        _refuse_capture({key: {}})
+        _refuse_capture([device])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    _refuse_capture({key: {}})
+    _refuse_capture([device])
 
 
 def test_a_new_group_owes_nothing_to_a_dead_one():
@@ -284,7 +284,7 @@ def test_the_capture_is_looked_for_before_anything_is_touched(monkeypatch):
     optimizer = Adafactor([p])
     p.grad = torch.ones(2)
 
-    def refuse(batches):
+    def refuse(devices):
         raise RuntimeError("capturing")
 
     monkeypatch.setattr("adafactor.optimizer._refuse_capture", refuse)

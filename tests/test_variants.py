@@ -29,7 +29,7 @@ def test_the_paper_is_transformers_defaults(foreach):
     start, steps = random_steps(SHAPES, 6)
     for options in ({}, {"warmup_init": True}, {"beta1": 0.9, "weight_decay": 0.1}):
         mine = end(paper.Adafactor, start, steps, foreach=foreach, **options)
-        close(mine, end(transformers.Adafactor, start, steps, **options))
+        close(mine, end(transformers.Adafactor, start, steps, foreach=foreach, **options))
 
 
 def test_optax_without_small_dims_is_transformers_with_an_lr():

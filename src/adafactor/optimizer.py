@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from . import backends, checks, saving, state
+from . import backends, batching, checks, saving, state
 from .layouts import Layout
 from .reference import norm
-from .rule import Form, Rule, numbers
+from .rule import Rule
 from .shapes import MODES, Factoring, Plan
-from .sweeps import Backend, Batch, Item, run, stacked, waves
-
-
-class _Key(NamedTuple):
-    """What the tensors of one batch have in common."""
-
-    backend: Backend
-    form: Form
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Work(NamedTuple):
-    """What a step needs to know of one parameter."""
-
-    plan: Plan
-    rule: Rule
 
 
 class BaseAdafactor(torch.optim.Optimizer):
@@ -51,6 +34,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         # What a group's state was factored by, by the group's id: equal sizes hide a change from the state's shapes.
         self._factored: dict[int, Factoring] = {}
         self._warned_lr = False
+        self._program: batching.Program | None = None
         # Every group may give its own lr; all other defaults have to be good even if no group ends up with them.
         self._check_group({**defaults, "lr": 0.0 if defaults["lr"] is None else defaults["lr"]})
         super().__init__(params, defaults)
@@ -76,6 +60,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         super().__setstate__(state)
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
+        self._program = None
 
     # Groups
 
@@ -182,68 +167,86 @@ class BaseAdafactor(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        # Everything that may be refused is looked at before anything is written.
         rules = [self._check_group(group) for group in self.param_groups]
-        batches: dict[_Key, dict[Tensor, _Work]] = {}
-        unready: dict[Tensor, _Work] = {}
-        for index, (group, rule) in enumerate(zip(self.param_groups, rules, strict=True)):
-            backend, factoring, form = backends.choose(group), self.factoring(group), rule.form
-            before = self._factored.get(id(group), factoring)
+        settings = [
+            batching.Setting(backends.choose(group), self.factoring(group), rule.form)
+            for group, rule in zip(self.param_groups, rules, strict=True)
+        ]
+        found = batching.find(self.param_groups, self.state)
+        program = self._program
+        columns = None if program is None else program.columns(found, settings)
+        if program is None or columns is None:
+            self._program = None
+            # Everything that may be refused is looked at before anything is written.
+            unready = self._check(rules, settings)
+            _refuse_capture({p.device for p in found.params})
+            for p, plan, rule in unready:
+                state.ensure(self.state[p], p, plan, rule, self.layout)
+            found = batching.find(self.param_groups, self.state)
+            program = self._compile(found, settings)
+            columns = program.gather(found)
+        else:
+            _refuse_capture(program.devices)
+        self._warn_of_lr(rules)
+        program.step(columns, rules)
+
+        for group, rule in zip(self.param_groups, rules, strict=True):
+            self._show_lr(group, rule)
+        if program is not self._program:
+            self._program = program
+            for place, rms in program.measured():
+                if rms is None:
+                    self._rms.pop(found.params[place], None)
+                else:
+                    self._rms[found.params[place]] = rms
+            for group, setting in zip(self.param_groups, settings, strict=True):
+                self._factored[id(group)] = setting.factoring
+        self._forget_swapped()
+        return loss
+
+    def _check(self, rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> list[tuple[Tensor, Plan, Rule]]:
+        """Refuse what no step can be taken for. Returns the parameters whose state is not ready."""
+        unready: list[tuple[Tensor, Plan, Rule]] = []
+        for index, (group, rule, setting) in enumerate(zip(self.param_groups, rules, settings, strict=True)):
+            before = self._factored.get(id(group), setting.factoring)
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
                 checks.parameter(p, group, index, position)
                 checks.gradient(p, p.grad, group, index, position)
-                work = _Work(factoring.plan(tuple(p.shape)), rule)
-                own = self.state.get(p)
-                if not own or before != factoring or not state.ready(own, p, *work, self.layout):
-                    self._check_plan(p, work.plan, before.plan(work.plan.shape), group, index, position)
-                    unready[p] = work
-                # A tensor that was passed twice takes one step.
-                batches.setdefault(_Key(backend, form, state.arithmetic(p), p.device), {})[p] = work
-        _refuse_capture(batches)
-        self._warn_of_lr(rules)
+                own, plan = self.state.get(p), self._plan(p, group)
+                if not own or before != setting.factoring or not state.ready(own, p, plan, rule, self.layout):
+                    self._check_plan(p, plan, before.plan(plan.shape), group, index, position)
+                    unready.append((p, plan, rule))
+        return unready
 
-        for p, work in unready.items():
-            state.ensure(self.state[p], p, *work, self.layout)
-        for key, batch in batches.items():
-            self._run(key, batch)
-        for group, rule in zip(self.param_groups, rules, strict=True):
-            self._show_lr(group, rule)
-            self._factored[id(group)] = self.factoring(group)
-        self._forget_swapped()
-        return loss
+    def _compile(self, found: batching.Found, settings: Sequence[batching.Setting]) -> batching.Program:
+        try:
+            return batching.Program(found, settings, self.layout)
+        except batching.Refused as refused:
+            raise RuntimeError(f"{self._label(found.params[refused.place])} {refused}") from None
 
-    def _run(self, key: _Key, batch: Mapping[Tensor, _Work]) -> None:
-        steps = [self.state[p]["step"] for p in batch]
-        torch._foreach_add_(steps, 1.0)
-        # An empty tensor counts its steps and has nothing to compute.
-        parts = [(p, item) for p in batch if p.numel() > 0 for item in stacked(self._item(p, batch[p].plan, key.form))]
-        if not parts:
-            return
-        t = torch.stack([self.state[p]["step"] for p, _ in parts])
-        table = numbers([batch[p].rule for p, _ in parts], t, key.dtype, key.device)
-        for wave in waves([item for _, item in parts], key.backend.WAVE):
-            params, items = zip(*parts[wave], strict=True)
-            part = table if len(items) == len(parts) else table.part(wave)
-            rms = run(Batch(items, part, key.form, key.dtype), key.backend)
-            if rms is None:
-                for p in params:
-                    self._rms.pop(p, None)
-            else:
-                # Of a stack, the first slice speaks.
-                self._rms.update(zip(reversed(params), rms.flip(0), strict=True))
+    def taken(self) -> list[backends.Taken]:
+        """What the next step of each parameter takes: see ``backends.why``."""
+        taken: list[backends.Taken] = []
+        for index, group in enumerate(self.param_groups):
+            choice, rule = backends.choose(group), self.rule({**group, "lr": 0.0})
+            for position, p in enumerate(group["params"]):
+                item = batching.item(p, self._plan(p, group), self.state.get(p, {}), rule.form, self.layout)
+                label = checks.label(group, index, position)
+                try:
+                    taken.append(backends.Taken(label, *backends.pick(choice, item)))
+                except backends.Unsupported as error:
+                    taken.append(backends.Taken(label, choice.name, str(error)))
+        return taken
 
-    def _item(self, p: Tensor, plan: Plan, form: Form) -> Item:
-        assert p.grad is not None
-        own, layout = self.state[p], self.layout
-        m = None if form.momentum is None else own[layout.momentum]
-        if not plan.factored:
-            return Item(plan, p, p.grad, None, None, own[layout.full], m)
-        R, C = own[layout.row], own[layout.col]
-        if not layout.keepdim:
-            R, C = R.view(plan.row_shape), C.view(plan.col_shape)
-        return Item(plan, p, p.grad, R, C, None, m)
+    def _label(self, p: Tensor) -> str:
+        return next(
+            checks.label(group, index, position)
+            for index, group in enumerate(self.param_groups)
+            for position, other in enumerate(group["params"])
+            if other is p
+        )
 
     def _check_plan(
         self, p: Tensor, plan: Plan, before: Plan, group: Mapping[str, Any], index: int, position: int
@@ -343,6 +346,6 @@ def _is_zero(lr: float | Tensor) -> bool:
     return not isinstance(lr, Tensor) and lr == 0
 
 
-def _refuse_capture(batches: Mapping[_Key, Any]) -> None:
-    if any(key.device.type == "cuda" for key in batches) and torch.cuda.is_current_stream_capturing():
+def _refuse_capture(devices: Iterable[torch.device]) -> None:
+    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("step() should run outside of CUDA graph capture, got a capture, which would freeze t in it")

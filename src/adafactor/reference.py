@@ -1,4 +1,4 @@
-"""The specification: observe, measure and apply in plain PyTorch, one tensor after the other.
+"""The specification: observe, average, measure and apply in plain PyTorch, one tensor after the other.
 
 In float64 it is the oracle that every other backend is held to. Only sums along dims and vector_norm are used: a full
 sum() depends on the number of threads. u is kept between measure and apply, so a step holds one tensor of a wave's size
@@ -7,6 +7,9 @@ one parameter and its gradient).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,32 +25,64 @@ STAGE = 1 << 13
 """Elements that a norm sums at a time."""
 
 
+class Kept(NamedTuple):
+    """What goes from sweep to sweep: each factored tensor's mean(C) or its floor, and each tensor's u."""
+
+    means: list[Tensor | None]
+    u: list[Tensor]
+
+
+def count(steps: Sequence[Tensor]) -> Tensor:
+    """Add one to each step count. Returns them, [k] on the CPU."""
+    torch._foreach_add_(list(steps), 1.0)
+    return torch.stack(list(steps))
+
+
 def observe(batch: Batch) -> Sums:
-    """Row and column sums of |g|^2, and sums of p^2 where the form scales. Writes nothing."""
+    """Row and column sums of |g|^2 in R's and C's shapes, and sums of p^2 where the form scales. Writes nothing."""
     factors = [factor_sums(item, batch.dtype) for item in batch.items]
     p2 = None
     if batch.form.scale:
-        p2 = torch.stack([norm(item.p.to(batch.dtype)) for item in batch.items]).square_()
-    return Sums([rows for rows, _ in factors], [cols for _, cols in factors], p2)
+        p2 = torch.stack([norm(p.to(batch.dtype)) for p in batch.columns.p]).square_()
+    return Sums(factors, p2)
 
 
-def measure(batch: Batch, means: list[Tensor | None]) -> Tensor:
-    """[k] sums of u^2, given mean(C) or its floor for each factored tensor. Brings a full V up to date first."""
+def average(batch: Batch, sums: Sums) -> None:
+    """Take the first sweep's sums into R and C, and keep mean(C) of each factored tensor, at least its floor.
+
+    mean(C) = mean(R): taken from C on every path, since a shard of rows has C whole.
+    """
     n = batch.numbers
+    means: list[Tensor | None] = []
+    columns = (scalars(n.b), scalars(n.added), scalars(n.floor))
+    for item, factors, b, added, floor in zip(batch.items, sums.factors, *columns, strict=True):
+        if factors is None or item.R is None or item.C is None:
+            means.append(None)
+            continue
+        for statistic, total, size in zip((item.R, item.C), factors, (item.plan.m, item.plan.n), strict=True):
+            mean = total.div_(size)
+            statistic.lerp_(mean.add_(added) if batch.form.added else mean, b)
+        means.append(item.C.mean(dim=item.plan.cols, keepdim=True).clamp_(min=floor))
+    batch.kept = Kept(means, [])
+
+
+def measure(batch: Batch) -> Tensor:
+    """[k] sums of u^2. Brings a full V up to date first."""
+    n, (means, u) = batch.numbers, batch.kept
     for item, mean, b, added, cap in zip(batch.items, means, *map(scalars, (n.b, n.added, n.cap)), strict=True):
         g = item.g.to(batch.dtype)
         if item.V is not None:
             squares = g * g
             item.V.lerp_(squares.add_(added) if batch.form.added else squares, b)
-        batch.u.append(inverse_root(item, mean, cap).mul_(g))
-    return torch.stack([norm(u) for u in batch.u]).square_()
+        u.append(inverse_root(item, mean, cap).mul_(g))
+    return torch.stack([norm(each) for each in u]).square_()
 
 
 def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
     """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
     still, factors = batch.numbers.still, zip(scalars(step), scalars(batch.numbers.keep1), strict=True)
     for i, (item, (factor, keep1)) in enumerate(zip(batch.items, factors, strict=True)):
-        u = batch.u[i].mul_(factor)
+        u = batch.kept.u[i].mul_(factor)
         if size is None:
             select(u, still, i)
         if item.m is not None:
@@ -101,10 +136,10 @@ def norm(x: Tensor) -> Tensor:
     return x
 
 
-def factor_sums(item: Item, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def factor_sums(item: Item, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """Sums of |g|^2 over the columns and over the rows, in R's and C's shapes; nothing where there are no factors."""
     if not item.plan.factored:
-        return None, None
+        return None
     # Norms along dims would need no tensor of squares, and take twice to eight times as long along the rows.
     squares = item.g.to(dtype).square()
     return squares.sum(dim=item.plan.cols, keepdim=True), squares.sum(dim=item.plan.rows, keepdim=True)

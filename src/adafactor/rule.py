@@ -126,33 +126,34 @@ class Numbers(NamedTuple):
         return Numbers(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
 
-def numbers(rules: Sequence[Rule], t: Tensor, dtype: torch.dtype, device: torch.device) -> Numbers:
+def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype, device: torch.device) -> Numbers:
     """The step numbers of tensors under rules of one form.
 
     A few vector operations, in float64 and then rounded once to dtype; no accelerator is waited for.
 
     Args:
-        rules: the rule of each of k tensors.
+        rules: all of one form.
+        which: [k] the index of each tensor's rule, on the CPU.
         t: [k] the step count of each, this step included, on the CPU.
         dtype: what the arithmetic runs in.
         device: where the tensors are.
     """
     limits = torch.finfo(dtype)
-    rows = {rule: _row(rule, limits.eps) for rule in dict.fromkeys(rules)}
-    table = torch.tensor([rows[rule] for rule in rules], dtype=torch.float64)
+    table = torch.tensor([_row(rule, limits.eps) for rule in rules], dtype=torch.float64)[which].t().contiguous()
     t = t.double()
     still: Tensor | None = None
     if any(isinstance(rule.lr, Tensor) for rule in rules):
         # MPS has no float64.
         wide = torch.float32 if device.type == "mps" else torch.float64
         table, t = (x.to(device, wide, non_blocking=True) for x in (table, t))
-        lr = torch.stack([torch.as_tensor(rule.lr, dtype=wide, device=device).reshape(()) for rule in rules])
+        each = [torch.as_tensor(rule.lr, dtype=wide, device=device).reshape(()) for rule in rules]
+        lr = torch.stack(each)[which.to(device, non_blocking=True)]
         still = lr == 0
     else:
-        lr = table[:, 0]
+        lr = table[0]
         if any(rule.lr == 0 for rule in rules):
             still = lr == 0
-    _, tau, offset, least_b, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind(1)
+    _, tau, offset, least_b, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind()
     form = rules[0].form
     columns = [
         torch.maximum((t - offset).clamp(min=1) ** tau, least_b),

@@ -1,7 +1,8 @@
 """The order of a step: three sweeps over the gradients, and what happens to small numbers between them.
 
-A backend is a module with the three functions ``observe``, ``measure`` and ``apply`` (the protocol ``Backend``); this
-file is all that calls them. The two places where sharded tensors reduce over their shards are marked.
+A backend is a module with the three functions ``observe``, ``measure`` and ``apply``, and ``average`` between the first
+two (the protocol ``Backend``); this file is all that calls them. The two places where sharded tensors reduce over their
+shards are marked.
 """
 
 from __future__ import annotations
@@ -32,35 +33,61 @@ class Item(NamedTuple):
     m: Tensor | None
 
 
-class Sums(NamedTuple):
-    """What the first sweep found: sums of |g|^2 over columns and over rows (R's and C's shapes), of p^2 ([k])."""
+class Columns(NamedTuple):
+    """The items of a batch, column by column."""
 
-    rows: list[Tensor | None]
-    cols: list[Tensor | None]
+    plans: Sequence[Plan]
+    p: Sequence[Tensor]
+    g: Sequence[Tensor]
+    R: Sequence[Tensor | None]
+    C: Sequence[Tensor | None]
+    V: Sequence[Tensor | None]
+    m: Sequence[Tensor | None]
+
+    def part(self, rows: slice) -> Columns:
+        """Some of the items."""
+        return Columns(*(column[rows] for column in self))  # type: ignore[arg-type]
+
+
+class Sums(NamedTuple):
+    """What the first sweep found: sums of |g|^2 over columns and over rows, as its backend keeps them; of p^2 ([k])."""
+
+    factors: Any
     p2: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """Tensors of one form, one arithmetic dtype and one device. None of them is empty: that would have no means.
 
     Attributes:
-        items: k tensors.
+        columns: k tensors.
         numbers: the table of their step numbers, [k] each.
         form: which operations they need.
         dtype: what the arithmetic runs in, float32 or float64; the items' R, C and V have it too.
-        u: where a backend without kernels keeps u from measure to apply.
+        memo: what is kept from step to step, while plans and tensors other than g stay what and where they are.
+        kept: what the backend keeps from sweep to sweep.
     """
 
-    items: Sequence[Item]
+    columns: Columns
     numbers: Numbers
     form: Form
     dtype: torch.dtype
-    u: list[Tensor] = field(default_factory=list)
+    memo: dict[str, Any] = field(default_factory=dict)
+    kept: Any = None
+
+    @property
+    def items(self) -> list[Item]:
+        """The items, row by row; R and C in shapes that broadcast."""
+        return list(map(broadcasting, *self.columns))
 
 
 class Backend(Protocol):
     """The three sweeps. ``reference.py`` is the specification of each."""
+
+    def count(self, steps: Sequence[Tensor]) -> Tensor:
+        """Add one to each step count. Returns them, [k] on the CPU."""
+        ...
 
     @property
     def WAVE(self) -> int:  # noqa: N802, a module's constant
@@ -71,8 +98,12 @@ class Backend(Protocol):
         """Row and column sums of |g|^2, and sums of p^2 where the form scales. Writes nothing."""
         ...
 
-    def measure(self, batch: Batch, means: list[Tensor | None]) -> Tensor:
-        """[k] sums of u^2, given mean(C) or its floor for each factored tensor. Brings a full V up to date first."""
+    def average(self, batch: Batch, sums: Sums) -> None:
+        """Take the first sweep's sums into R and C, and keep what V is made of."""
+        ...
+
+    def measure(self, batch: Batch) -> Tensor:
+        """[k] sums of u^2. Brings a full V up to date first."""
         ...
 
     def apply(self, batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
@@ -83,18 +114,20 @@ class Backend(Protocol):
 def run(batch: Batch, backend: Backend) -> Tensor | None:
     """One step of a batch, in place. Returns [k] rms(p) from before the step where the form scales by it."""
     form, numbers = batch.form, batch.numbers
-    numel = torch.tensor([item.plan.numel for item in batch.items], dtype=batch.dtype)
-    numel = numel.to(numbers.b.device, non_blocking=True)
+    numel = batch.memo.get("numel")
+    if numel is None:
+        numel = torch.tensor([plan.numel for plan in batch.columns.plans], dtype=batch.dtype)
+        numel = batch.memo["numel"] = numel.to(numbers.b.device, non_blocking=True)
 
     sums = backend.observe(batch)
-    # Sharded tensors reduce rows, cols and p2 here.
-    means = average(batch, sums)
+    # Sharded tensors reduce the sums here.
+    backend.average(batch, sums)
     rms_p = None if sums.p2 is None else (sums.p2 / numel).sqrt()
     alpha = numbers.rho if rms_p is None else numbers.rho * torch.maximum(rms_p, numbers.eps2)
     if numbers.still is not None:
         alpha = alpha.masked_fill(numbers.still, 0)
 
-    u2 = backend.measure(batch, means)
+    u2 = backend.measure(batch)
     # Sharded tensors reduce u2 here.
     rms_u = (u2 / numel).sqrt()
     # Without clipping, d = inf, an overflow of u2 must not count.
@@ -113,23 +146,13 @@ def run(batch: Batch, backend: Backend) -> Tensor | None:
     return rms_p
 
 
-def average(batch: Batch, sums: Sums) -> list[Tensor | None]:
-    """Take the first sweep's sums into R and C. Returns mean(C) of each factored tensor, at least its floor.
-
-    mean(C) = mean(R): taken from C on every path, since a shard of rows has C whole.
-    """
-    n = batch.numbers
-    means: list[Tensor | None] = []
-    columns = (scalars(n.b), scalars(n.added), scalars(n.floor))
-    for item, rows, cols, b, added, floor in zip(batch.items, sums.rows, sums.cols, *columns, strict=True):
-        if item.R is None or item.C is None or rows is None or cols is None:
-            means.append(None)
-            continue
-        for statistic, total, count in ((item.R, rows, item.plan.m), (item.C, cols, item.plan.n)):
-            mean = total.div_(count)
-            statistic.lerp_(mean.add_(added) if batch.form.added else mean, b)
-        means.append(item.C.mean(dim=item.plan.cols, keepdim=True).clamp_(min=floor))
-    return means
+def broadcasting(
+    plan: Plan, p: Tensor, g: Tensor, R: Tensor | None, C: Tensor | None, V: Tensor | None, m: Tensor | None
+) -> Item:
+    """An item, whose R and C have the shapes that broadcast, whatever the layout keeps them in."""
+    if R is not None and C is not None and R.dim() < len(plan.shape):
+        R, C = R.view(plan.row_shape), C.view(plan.col_shape)
+    return Item(plan, p, g, R, C, V, m)
 
 
 def stacked(item: Item) -> list[Item]:
@@ -143,16 +166,16 @@ def stacked(item: Item) -> list[Item]:
     return [each for part in parts for each in stacked(Item(inner, *part))]
 
 
-def waves(items: Sequence[Item], limit: int) -> Iterator[slice]:
-    """Cut items, in order, into runs of about limit elements; a larger one is a wave of its own."""
+def waves(plans: Sequence[Plan], limit: int) -> Iterator[slice]:
+    """Cut tensors, in order, into runs of about limit elements; a larger one is a wave of its own."""
     start = size = 0
-    for i, item in enumerate(items):
-        if i > start and size + item.plan.numel > limit:
+    for i, plan in enumerate(plans):
+        if i > start and size + plan.numel > limit:
             yield slice(start, i)
             start, size = i, 0
-        size += item.plan.numel
-    if items:
-        yield slice(start, len(items))
+        size += plan.numel
+    if plans:
+        yield slice(start, len(plans))
 
 
 def scalars(values: Tensor) -> list[Scalar]:

@@ -12,6 +12,8 @@ from sys import maxsize
 import torch
 from torch import Tensor
 
+from ..reference import average as average
+from ..reference import count as count
 from ..reference import inverse_root, lose, momentum, norm, select
 from ..reference import observe as observe
 from ..sweeps import Batch, scalars
@@ -20,31 +22,32 @@ WAVE = maxsize
 """Elements of a wave: all tensors at once."""
 
 
-def measure(batch: Batch, means: list[Tensor | None]) -> Tensor:
-    """[k] sums of u^2, given mean(C) or its floor for each factored tensor. Brings a full V up to date first."""
+def measure(batch: Batch) -> Tensor:
+    """[k] sums of u^2. Brings a full V up to date first."""
+    items, (means, u) = batch.items, batch.kept
     b, added, cap = (scalars(column) for column in (batch.numbers.b, batch.numbers.added, batch.numbers.cap))
-    grads = [item.g.to(batch.dtype) for item in batch.items]
-    full = [i for i, item in enumerate(batch.items) if item.V is not None]
+    grads = [item.g.to(batch.dtype) for item in items]
+    full = [i for i, item in enumerate(items) if item.V is not None]
     if full:
         squares = torch._foreach_mul([grads[i] for i in full], [grads[i] for i in full])
         if batch.form.added:
             torch._foreach_add_(squares, [added[i] for i in full])
-        V = [V for item in batch.items if (V := item.V) is not None]
+        V = [V for item in items if (V := item.V) is not None]
         torch._foreach_lerp_(V, squares, [b[i] for i in full])
-    batch.u.extend(inverse_root(*each) for each in zip(batch.items, means, cap, strict=True))
-    torch._foreach_mul_(batch.u, grads)
-    return torch.stack([norm(u) for u in batch.u]).square_()
+    u.extend(inverse_root(*each) for each in zip(items, means, cap, strict=True))
+    torch._foreach_mul_(u, grads)
+    return torch.stack([norm(each) for each in u]).square_()
 
 
 def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
     """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
-    u, still = batch.u, batch.numbers.still
+    u, still = batch.kept.u, batch.numbers.still
     torch._foreach_mul_(u, scalars(step))
     if size is None:
         _clear(u, still)
     if batch.form.momentum is not None:
         keep1 = scalars(batch.numbers.keep1)
-        m = [item.m for item in batch.items if item.m is not None]
+        m = [m for m in batch.columns.m if m is not None]
         if all(tensor.dtype == batch.dtype for tensor in m):
             torch._foreach_lerp_(m, u, keep1)
             torch._foreach_copy_(u, m)
@@ -53,7 +56,7 @@ def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None)
         if size is not None:
             torch._foreach_mul_(u, scalars(size))
         _clear(u, still)
-    params = [item.p for item in batch.items]
+    params = batch.columns.p
     p = [param.to(batch.dtype) for param in params]
     if decay is not None:
         for i, (tensor, share) in enumerate(zip(p, decay, strict=True)):

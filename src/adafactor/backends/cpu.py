@@ -1,0 +1,140 @@
+"""The three sweeps of the compiled kernel, csrc/adafactor.cpp: a call each for all tensors of a wave.
+
+It knows tensors by their addresses, so ``unsupported`` is strict about what it gets, and the caller sees to it that
+everything but the gradients stays where it is while a batch's memo lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..sweeps import Batch, Item, Sums
+from . import kernel, strides
+
+WAVE = 1 << 21
+"""Elements of a wave: their gradients stay in the last level of cache from sweep to sweep."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_MOMENTUM = {None: 0, "after": 1, "before": 2}
+
+
+def unsupported(item: Item) -> str | None:
+    """Why the kernel cannot take an item, in words; None where it can. State that is not made yet is not looked at."""
+    plan, p, g = item.plan, item.p, item.g
+    if p.device.type != "cpu":
+        return f"it is on {p.device}"
+    if kernel.missing():
+        return f"there is none: {kernel.missing()}"
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing the step"
+    for name, x in (("it", p), ("its gradient", g)):
+        if type(x) not in (Tensor, Parameter):
+            return f"{name} is a {type(x).__name__}"
+        if x.dtype not in TYPES:
+            return f"{name} has dtype {x.dtype}"
+        if x.is_neg():
+            return f"{name} is a lazy negation"
+    if plan.numel == 0:
+        return None
+    found = strides.matrices(plan, p.stride())
+    if found is None:
+        where = f"shape {plan.shape} and strides {p.stride()}"
+        return f"its rows {plan.rows} and columns {plan.cols} do not lie as matrices in memory, with {where}"
+    beside = {"gradient": g, "momentum": item.m, "variance": item.V, "row factor": item.R, "column factor": item.C}
+    for name, y in beside.items():
+        if y is not None and not strides.is_dense(y.shape, y.stride(), found.order):
+            return f"its {name} has strides {y.stride()}, and it has {p.stride()}"
+    return None
+
+
+class _Table:
+    """What the kernel is told of a batch, and remembers from step to step."""
+
+    def __init__(self, batch: Batch) -> None:
+        columns, form = batch.columns, batch.form
+        shapes, addresses = array("q"), array("Q")
+        for item in batch.items:
+            lies = strides.matrices(item.plan, item.p.stride())
+            assert lies is not None
+            moment = 0 if item.m is None else TYPES[item.m.dtype]
+            types = (TYPES[item.p.dtype], TYPES[item.g.dtype], moment)
+            shapes.extend((lies.batch, lies.n, lies.m, item.plan.factored, lies.swapped, *types))
+            factors = (item.C, item.R) if lies.swapped else (item.R, item.C)
+            addresses.extend(map(_address, (item.p, item.g, *factors, item.V, item.m)))
+        self.shapes, self.addresses = shapes, addresses
+        self.call = kernel.Call(
+            k=len(columns.p),
+            wide=batch.dtype is torch.float64,
+            scale=form.scale,
+            momentum=_MOMENTUM[form.momentum],
+            shapes=shapes.buffer_info()[0],
+            tensors=addresses.buffer_info()[0],
+        )
+        self.pointer = ctypes.byref(self.call)
+        self.size = kernel.library().adafactor_scratch(self.pointer)
+        self.of_factors = any(plan.factored for plan in columns.plans)
+
+
+def count(steps: Sequence[Tensor]) -> Tensor:
+    """Add one to each step count. Returns them, [k] on the CPU."""
+    t = torch.empty(len(steps))
+    addresses = array("Q", map(Tensor.data_ptr, steps))
+    kernel.library().adafactor_count(len(steps), addresses.buffer_info()[0], t.data_ptr())
+    return t
+
+
+def observe(batch: Batch) -> Sums:
+    """Row and column sums of |g|^2 of all factored tensors in one vector, and sums of p^2 where the form scales."""
+    table = batch.memo.get("table")
+    if table is None:
+        table = batch.memo["table"] = _Table(batch)
+    table.addresses[1::6] = array("Q", map(Tensor.data_ptr, batch.columns.g))
+    call, n = table.call, batch.numbers
+    factors = torch.empty(table.size, dtype=batch.dtype)
+    p2 = torch.empty_like(n.b) if batch.form.scale else None
+    call.threads = torch.get_num_threads()
+    call.scratch, call.p2 = factors.data_ptr(), _address(p2)
+    call.b, call.added, call.floor = n.b.data_ptr(), n.added.data_ptr(), n.floor.data_ptr()
+    call.cap, call.keep1, call.still = n.cap.data_ptr(), n.keep1.data_ptr(), _address(n.still)
+    _run(kernel.library().adafactor_observe, table)
+    return Sums(factors, p2)
+
+
+def average(batch: Batch, sums: Sums) -> None:
+    """Take the first sweep's sums into R and C, and leave their inverse roots where the sums were."""
+    batch.kept = sums.factors
+    table = batch.memo["table"]
+    if table.of_factors:
+        _run(kernel.library().adafactor_average, table)
+
+
+def measure(batch: Batch) -> Tensor:
+    """[k] sums of u^2. Brings a full V up to date first."""
+    table, u2 = batch.memo["table"], torch.empty_like(batch.numbers.b)
+    table.call.u2 = u2.data_ptr()
+    _run(kernel.library().adafactor_measure, table)
+    return u2
+
+
+def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
+    """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
+    table = batch.memo["table"]
+    table.call.step, table.call.size, table.call.decay = step.data_ptr(), _address(size), _address(decay)
+    # Before the writes: it refuses what may not be written to.
+    torch.autograd.graph.increment_version(batch.columns.p)
+    _run(kernel.library().adafactor_apply, table)
+
+
+def _run(sweep: Callable[..., int], table: _Table) -> None:
+    if sweep(table.pointer):
+        raise MemoryError("the kernel found no memory for its list of tiles")
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

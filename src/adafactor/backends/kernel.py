@@ -1,0 +1,76 @@
+"""The compiled kernel, csrc/adafactor.cpp, as ctypes sees it: where it is, whether it runs here, and how to call it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).parent.parent / "_cpu.so"
+"""What the install makes of csrc/adafactor.cpp where it finds a compiler."""
+
+_INDEX = ctypes.c_int64
+_ADDRESS = ctypes.c_void_p
+
+
+class Call(ctypes.Structure):
+    """What one call works on: the C++ struct Batch."""
+
+    _fields_ = (
+        *((name, _INDEX) for name in ("k", "threads", "wide", "scale", "momentum")),
+        *((name, _ADDRESS) for name in ("shapes", "tensors", "scratch")),
+        *((name, _ADDRESS) for name in ("b", "added", "floor", "cap", "keep1", "step", "size", "decay", "still")),
+        *((name, _ADDRESS) for name in ("p2", "u2")),
+    )
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The kernel, with torch's threads.
+
+    Raises:
+        OSError: there is none, or it does not load, or torch lends no threads.
+    """
+    if not LIBRARY.exists():
+        raise OSError(
+            "it was not built when adafactor was installed; with a C++ compiler (GCC or Clang) installed, reinstall it"
+        )
+    kernel = ctypes.CDLL(str(LIBRARY))
+    try:
+        parallel_for = _torch_library().torch_parallel_for
+    except AttributeError:
+        raise OSError(f"torch {torch.__version__} does not export torch_parallel_for") from None
+    kernel.adafactor_start.argtypes = [_ADDRESS]
+    kernel.adafactor_isa.restype = ctypes.c_char_p
+    kernel.adafactor_isa.argtypes = [_INDEX]
+    kernel.adafactor_choose.argtypes = [_INDEX]
+    kernel.adafactor_count.argtypes = [_INDEX, _ADDRESS, _ADDRESS]
+    kernel.adafactor_scratch.restype = _INDEX
+    kernel.adafactor_start(ctypes.cast(parallel_for, _ADDRESS))
+    return kernel
+
+
+@lru_cache(maxsize=1)
+def missing() -> str | None:
+    """Why there is no kernel; None where there is one."""
+    try:
+        library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that the kernel is compiled for and this machine has. The last one is used."""
+    names: list[str] = []
+    while (name := library().adafactor_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def _torch_library() -> ctypes.CDLL:
+    name = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))

@@ -1,0 +1,235 @@
+"""How a step's tensors are batched: which backend takes each, and in which waves; and whether that still holds.
+
+To look at every tensor's shape, dtype and place takes more time than small tensors take to compute, so it is done once
+and then only checked to be as it was. What is remembered holds no tensor: state and gradients that a user frees or
+moves between two steps are freed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .layouts import Layout
+from .rule import Form, Rule, numbers
+from .shapes import Factoring, Plan
+from .state import State, arithmetic
+from .sweeps import Backend, Batch, Columns, Item, broadcasting, run, stacked, waves
+
+
+class Setting(NamedTuple):
+    """What of a group decides how its tensors are batched."""
+
+    choice: backends.Choice
+    factoring: Factoring
+    form: Form
+
+
+class Found(NamedTuple):
+    """The parameters with gradients: how many each group has, and all of them in a row."""
+
+    counts: list[int]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State | None]
+
+    @property
+    def groups(self) -> list[int]:
+        """The index of each parameter's group."""
+        return [index for index, count in enumerate(self.counts) for _ in range(count)]
+
+
+def find(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> Found:
+    """What a step is for."""
+    live = [[p for p in group["params"] if p.grad is not None] for group in groups]
+    params: list[Tensor] = list(chain.from_iterable(live))
+    return Found(list(map(len, live)), params, [p.grad for p in params], list(map(states.get, params)))  # type: ignore[misc]
+
+
+def item(p: Tensor, plan: Plan, own: Mapping[str, Any], form: Form, layout: Layout) -> Item:
+    """What the next step of a parameter is for, with as much of its state as there is, and p for a missing gradient."""
+    m = None if form.momentum is None else own.get(layout.momentum)
+    g = p if p.grad is None else p.grad
+    if plan.factored:
+        return broadcasting(plan, p, g, own.get(layout.row), own.get(layout.col), None, m)
+    return broadcasting(plan, p, g, None, None, own.get(layout.full), m)
+
+
+class Key(NamedTuple):
+    """What the tensors of one batch have in common."""
+
+    backend: Backend
+    form: Form
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Part:
+    """The parameters of one key: their places among those found, their groups and plans, and what a step needs."""
+
+    def __init__(self, key: Key, members: Sequence[tuple[int, int, Plan]]) -> None:
+        self.key = key
+        self._places = [place for place, _, _ in members]
+        # An empty tensor counts its steps and has nothing to compute.
+        full = [i for i, (_, _, plan) in enumerate(members) if plan.numel > 0]
+        self._plans = [members[i][2] for i in full]
+        self._full = [members[i][0] for i in full]
+        self._is_stacked = any(plan.slices for plan in self._plans)
+        slices = [[item.plan for item in stacked(Item(plan, *[None] * 6))] for plan in self._plans]  # type: ignore[arg-type]
+        plans = list(chain.from_iterable(slices))
+        owners = [i for i, some in zip(full, slices, strict=True) for _ in some]
+        self._groups = sorted({group for _, group, _ in members})
+        self._which = torch.tensor([self._groups.index(members[i][1]) for i in owners], dtype=torch.int64)
+        self._owners = torch.tensor(owners, dtype=torch.int64)
+        self._waves: list[tuple[slice, dict[str, Any]]] = [(wave, {}) for wave in waves(plans, key.backend.WAVE)]
+        self._rms = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
+        self._first = [owners.index(i) for i in full]
+
+    def step(self, columns: Columns, steps: Sequence[Tensor], rules: Sequence[Rule]) -> None:
+        """Count and take one step.
+
+        Args:
+            columns: of all parameters found, their plans aside.
+            steps: the step counts of all parameters found.
+            rules: of all groups.
+        """
+        backend, form, dtype, device = self.key
+        t = backend.count([steps[i] for i in self._places])
+        if not self._plans:
+            return
+        columns = Columns(self._plans, *([column[i] for i in self._full] for column in columns[1:]))  # type: ignore[arg-type]
+        if self._is_stacked:
+            rows = (each for item in map(broadcasting, *columns) for each in stacked(item))
+            columns = Columns(*zip(*rows, strict=True))
+        table = numbers([rules[i] for i in self._groups], self._which, t[self._owners], dtype, device)
+        for wave, memo in self._waves:
+            alone = len(self._waves) == 1
+            parts = (columns, table) if alone else (columns.part(wave), table.part(wave))
+            rms = run(Batch(*parts, form, dtype, memo), backend)
+            if rms is not None and self._rms is not None:
+                self._rms[wave] = rms
+
+    def measured(self) -> Iterator[tuple[int, Tensor | None]]:
+        """The place of each parameter that is not empty, and its rms(p) at the last step where the form scales.
+
+        The tensor is the same from step to step. Of a stack, the first slice speaks.
+        """
+        for place, i in zip(self._full, self._first, strict=True):
+            yield place, None if self._rms is None else self._rms[i]
+
+
+class Program:
+    """The parts of a step, for tensors as they were found.
+
+    Args:
+        found: what the step is for, with all its state.
+        settings: of all groups.
+        layout: the names of the state.
+
+    Raises:
+        Refused: a group insists on a backend that does not support one of its tensors.
+    """
+
+    def __init__(self, found: Found, settings: Sequence[Setting], layout: Layout) -> None:
+        self._settings = list(settings)
+        groups = found.groups
+        plans = [settings[i].factoring.plan(tuple(p.shape)) for i, p in zip(groups, found.params, strict=True)]
+        self._names = [
+            [name if plan.factored else None for plan in plans]
+            if factored
+            else [None if plan.factored else name for plan in plans]
+            for name, factored in ((layout.row, True), (layout.col, True), (layout.full, False))
+        ]
+        self._names.append([layout.momentum if settings[i].form.momentum is not None else None for i in groups])
+        columns, steps = self.gather(found)
+        self._facts = None if torch.compiler.is_compiling() else _facts(found, columns, steps)
+
+        members: dict[Key, list[tuple[int, int, Plan]]] = {}
+        seen: set[int] = set()
+        for place, (p, group, item) in enumerate(
+            zip(found.params, groups, map(broadcasting, plans, *columns[1:]), strict=True)
+        ):
+            setting = settings[group]
+            try:
+                name, _ = backends.pick(setting.choice, item)
+            except backends.Unsupported as error:
+                raise Refused(place, str(error)) from None
+            # A tensor that was passed twice takes one step.
+            if id(p) not in seen:
+                seen.add(id(p))
+                key = Key(backends.BACKENDS[name], setting.form, arithmetic(p), p.device)
+                members.setdefault(key, []).append((place, group, plans[place]))
+        self.parts = [Part(key, some) for key, some in members.items()]
+
+    def columns(self, found: Found, settings: Sequence[Setting]) -> tuple[Columns, list[Tensor]] | None:
+        """The columns and the step counts of what is found now; None where it is not as it was."""
+        if self._facts is None or found.counts != self._facts[0] or self._settings != settings:
+            return None
+        try:
+            columns = self.gather(found)
+        except (KeyError, TypeError):
+            return None
+        return columns if _facts(found, *columns) == self._facts else None
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the parameters are."""
+        return {part.key.device for part in self.parts}
+
+    def step(self, columns: tuple[Columns, list[Tensor]], rules: Sequence[Rule]) -> None:
+        """Take one step of all parts, under the rules of all groups."""
+        for part in self.parts:
+            part.step(*columns, rules)
+
+    def measured(self) -> Iterator[tuple[int, Tensor | None]]:
+        """See Part.measured."""
+        return chain.from_iterable(part.measured() for part in self.parts)
+
+    def gather(self, found: Found) -> tuple[Columns, list[Tensor]]:
+        """The columns and the step counts of what was found, which has all its state."""
+        states: list[State] = found.states  # type: ignore[assignment]  # None raises below
+        held = [
+            [None if name is None else own[name] for own, name in zip(states, names, strict=True)]
+            for names in self._names
+        ]
+        return Columns((), found.params, found.grads, *held), [own["step"] for own in states]
+
+
+class Refused(Exception):  # noqa: N818, caught where it can say more
+    """A backend that a group insists on does not support the parameter at a place."""
+
+    def __init__(self, place: int, reason: str) -> None:
+        super().__init__(reason)
+        self.place = place
+
+
+_look = attrgetter("dtype", "device", "shape")
+
+
+def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    """All that a step relies on, and that a user may change between two steps; None where tensors have no addresses.
+
+    A tensor of an earlier step is the same where its id, its address and its dtype are; gradients are new ones.
+    """
+    held = [x for column in (columns.R, columns.C, columns.V, columns.m, steps) for x in column if x is not None]
+    kept = [*found.params, *held]
+    try:
+        return (
+            found.counts,
+            list(map(id, kept)),
+            list(map(Tensor.data_ptr, kept)),
+            [x.dtype for x in kept],
+            list(map(Tensor.stride, found.params)),
+            list(map(type, found.grads)),
+            list(map(_look, found.grads)),
+            list(map(Tensor.stride, found.grads)),
+            list(map(Tensor.is_neg, found.grads)),
+        )
+    except (TypeError, RuntimeError):
+        return None

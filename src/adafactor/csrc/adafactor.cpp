@@ -1,0 +1,821 @@
+// The three sweeps of a step on a CPU: observe, measure and apply over a batch of tensors a call, and between the first
+// two the average of the statistics. reference.py is the specification; its letters are used here.
+//
+// A C interface for ctypes, without torch's headers and without a pool of threads of its own: torch lends its own.
+// The sweeps are compiled once for each instruction set, by including this file again; the best one is taken when the
+// library is loaded. Sums have 16 lanes whatever the width of a register, no product is contracted with a sum, tiles
+// follow from the shapes alone and are summed in order: the bits are the same on every machine, for any threads.
+#ifndef ISA
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+#if !defined(__GNUC__)
+#error "the sweeps are written with the vector types of GCC and Clang"
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+using Index = int64_t;
+
+enum Type : Index { F32, BF16, F16, F64 };
+
+// One tensor as a stack of matrices [batch, n, m] in memory; without factors all of it is one row, n = 1.
+struct Shape {
+  Index batch, n, m;
+  Index factored;
+  Index swapped;  // R belongs to the columns in memory, C to the rows
+  Index p, g, moment;  // Type of each
+};
+
+// Addresses. R is that of the rows in memory, C that of its columns: the other way round where the plan is swapped.
+struct Tensor {
+  void *p;
+  const void *g;
+  void *R, *C, *V, *moment;
+};
+
+// What a call works on. Numbers of the step come as vectors with one entry for each of the k tensors.
+struct Batch {
+  Index k, threads;
+  Index wide;  // arithmetic in double instead of float
+  Index scale;
+  Index momentum;  // 0 none, 1 after alpha, 2 before it
+  const Shape *shapes;
+  const Tensor *tensors;
+  void *scratch;
+  const void *b, *added, *floor, *cap, *keep1, *step, *size, *decay;
+  const uint8_t *still;
+  void *p2, *u2;
+};
+
+// Elements that one pass works on while they stay in the first level of cache.
+constexpr Index CHUNK = 1024;
+// Columns whose sums stay there too.
+constexpr Index STRIP = 4096;
+// Rows whose column sums are added in the arithmetic's own precision before they go into doubles.
+constexpr Index FLUSH = 256;
+// Tiles have between so many elements: enough to pay for their start, few enough for their column sums to be small.
+constexpr Index SMALL = 1 << 16, LARGE = 1 << 19;
+// Tiles a tensor is cut into while they are no smaller and no larger than that.
+constexpr Index PIECES = 32;
+// Elements of a task. Smaller tensors are put together.
+constexpr Index TASK = 1 << 15;
+
+Index cut(Index size, Index piece) { return (size + piece - 1) / piece; }
+
+// Part of a tensor, in memory: of rows first to last, counted through all its matrices, the columns j0 to j1.
+struct Tile {
+  Index tensor, first, last, j0, j1;
+
+  Index size() const { return (last - first) * (j1 - j0); }
+};
+
+// Where a tensor's sums are in the scratch, in numbers of the arithmetic's type. rows and cols hold the sums of all
+// tiles, then the inverse roots of the statistics. Tensors of several strips or blocks have partial sums behind them.
+struct Place {
+  Index strips, blocks;
+  Index strip, block;  // columns and rows of a tile
+  Index rows, cols, row_parts, col_parts;
+};
+
+// A size in equal parts of about a piece, rounded up to a multiple.
+Index balanced(Index size, Index piece, Index multiple) {
+  return cut(cut(size, cut(size, piece)), multiple) * multiple;
+}
+
+// Fills in the places; returns how many numbers of scratch the batch needs.
+Index arrange(const Batch &batch, std::vector<Place> &places) {
+  Index end = 0;
+  for (Index t = 0; t < batch.k; ++t) {
+    const Shape &s = batch.shapes[t];
+    Place at{1, 1, s.m, s.n, 0, 0, 0, 0};
+    if (s.factored) {
+      Index tile = std::min(std::max(s.batch * s.n * s.m / PIECES, SMALL), LARGE);
+      if (s.n * s.m > tile) {
+        at.strip = s.m > STRIP ? balanced(s.m, STRIP, 16) : s.m;
+        at.strips = cut(s.m, at.strip);
+        at.block = balanced(s.n, std::max(tile / at.strip, Index{1}), 4);
+        at.blocks = cut(s.n, at.block);
+      }
+      at.rows = end;
+      at.cols = at.rows + s.batch * s.n;
+      end = at.cols + s.batch * s.m;
+      at.row_parts = at.strips > 1 ? end : at.rows;
+      end += at.strips > 1 ? s.batch * s.n * at.strips : 0;
+      at.col_parts = at.blocks > 1 ? end : at.cols;
+      end += at.blocks > 1 ? s.batch * s.m * at.blocks : 0;
+    }
+    places.push_back(at);
+  }
+  return end;
+}
+
+// The tiles of the factored gradients for observe, whose rows are all of one matrix or all of several.
+std::vector<Tile> blocks(const Batch &batch, const std::vector<Place> &places) {
+  std::vector<Tile> tiles;
+  for (Index t = 0; t < batch.k; ++t) {
+    const Shape &s = batch.shapes[t];
+    const Place &at = places[t];
+    if (!s.factored) continue;
+    Index stack = at.strips * at.blocks > 1 ? 1 : std::max(SMALL / (s.n * s.m), Index{1});
+    for (Index b = 0; b < s.batch; b += stack)
+      for (Index i = 0; i < s.n; i += at.block)
+        for (Index j = 0; j < s.m; j += at.strip)
+          tiles.push_back({t, b * s.n + i, (std::min(b + stack, s.batch) - 1) * s.n + std::min(i + at.block, s.n), j,
+                           std::min(j + at.strip, s.m)});
+  }
+  return tiles;
+}
+
+// The tiles of all tensors for what sums no columns: contiguous.
+std::vector<Tile> pieces(const Batch &batch) {
+  std::vector<Tile> tiles;
+  for (Index t = 0; t < batch.k; ++t) {
+    const Shape &s = batch.shapes[t];
+    Index rows = std::max(SMALL / s.m, Index{1}), columns = std::min(s.m, SMALL);
+    for (Index i = 0; i < s.batch * s.n; i += rows)
+      for (Index j = 0; j < s.m; j += columns)
+        tiles.push_back({t, i, std::min(i + rows, s.batch * s.n), j, std::min(j + columns, s.m)});
+  }
+  return tiles;
+}
+
+// The matrices of all factored tensors in stacks: what combining and averaging them is spread over. Here first and last
+// count matrices, and j1 stands for the numbers of each.
+std::vector<Tile> matrices(const Batch &batch) {
+  std::vector<Tile> tiles;
+  for (Index t = 0; t < batch.k; ++t) {
+    const Shape &s = batch.shapes[t];
+    Index stack = std::max(TASK / (s.n + s.m), Index{1});
+    for (Index b = 0; s.factored && b < s.batch; b += stack)
+      tiles.push_back({t, b, std::min(b + stack, s.batch), 0, s.n + s.m});
+  }
+  return tiles;
+}
+
+// torch_parallel_for, and int64_t begin, end and the context of a callback.
+using Callback = void (*)(Index, Index, void *);
+using ParallelFor = int32_t (*)(Index, Index, Index, Callback, void *);
+ParallelFor parallel_for = nullptr;
+
+// Runs f on every tile, tasks of several small ones at a time, first come, first served: no result depends on where or
+// when. Backwards, a sweep begins with what the one before it left in cache.
+template <class F>
+void over(const std::vector<Tile> &tiles, Index threads, bool backwards, const F &f) {
+  struct Work {
+    const std::vector<Tile> &tiles;
+    std::vector<Index> starts;
+    bool backwards;
+    const F &f;
+    std::atomic<Index> next{0};
+
+    void run() {
+      Index tasks = Index(starts.size()) - 1;
+      for (Index task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+        Index at = backwards ? tasks - 1 - task : task;
+        for (Index i = starts[at]; i < starts[at + 1]; ++i) f(tiles[i], i);
+      }
+    }
+  } work{tiles, {0}, backwards, f};
+  Index size = 0;
+  for (Index i = 0; i < Index(tiles.size()); ++i) {
+    size += tiles[i].size();
+    if (size >= TASK || i + 1 == Index(tiles.size())) {
+      work.starts.push_back(i + 1);
+      size = 0;
+    }
+  }
+  threads = std::min(threads, Index(work.starts.size()) - 1);
+  if (threads > 1)
+    parallel_for(0, threads, 1, [](Index, Index, void *context) { static_cast<Work *>(context)->run(); }, &work);
+  else
+    work.run();
+}
+
+struct Sweeps {
+  const char *name;
+  void (*observe)(const Batch &);
+  void (*average)(const Batch &);
+  void (*measure)(const Batch &);
+  void (*apply)(const Batch &);
+};
+
+}  // namespace
+
+#define ISA baseline
+#define BYTES 16
+#include "adafactor.cpp"
+#undef ISA
+#undef BYTES
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2")
+#endif
+#define ISA avx2
+#define BYTES 32
+#include "adafactor.cpp"
+#undef ISA
+#undef BYTES
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+#define ISA avx512
+#define BYTES 64
+#include "adafactor.cpp"
+#undef ISA
+#undef BYTES
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace {
+
+// The instruction sets of this machine, the best one last.
+std::vector<const Sweeps *> available() {
+  std::vector<const Sweeps *> found{&baseline::sweeps};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    found.push_back(&avx2::sweeps);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
+      found.push_back(&avx512::sweeps);
+  }
+#endif
+  return found;
+}
+
+const Sweeps *chosen = nullptr;
+
+int32_t call(void (*sweep)(const Batch &), const Batch *batch) {
+  try {
+    sweep(*batch);
+  } catch (const std::bad_alloc &) {
+    return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// Takes torch_parallel_for.
+EXPORT void adafactor_start(ParallelFor function) {
+  parallel_for = function;
+  chosen = available().back();
+}
+
+// The name of the i-th instruction set that this machine has, or null.
+EXPORT const char *adafactor_isa(Index i) {
+  auto found = available();
+  return i < Index(found.size()) ? found[i]->name : nullptr;
+}
+
+// Takes the i-th instruction set from now on.
+EXPORT void adafactor_choose(Index i) { chosen = available().at(i); }
+
+// How many numbers of scratch a batch needs.
+EXPORT Index adafactor_scratch(const Batch *batch) {
+  std::vector<Place> places;
+  return arrange(*batch, places);
+}
+
+// Adds one to each step count and copies it to t.
+EXPORT void adafactor_count(Index k, float *const *steps, float *t) {
+  for (Index i = 0; i < k; ++i) t[i] = *steps[i] += 1;
+}
+
+EXPORT int32_t adafactor_observe(const Batch *batch) { return call(chosen->observe, batch); }
+EXPORT int32_t adafactor_average(const Batch *batch) { return call(chosen->average, batch); }
+EXPORT int32_t adafactor_measure(const Batch *batch) { return call(chosen->measure, batch); }
+EXPORT int32_t adafactor_apply(const Batch *batch) { return call(chosen->apply, batch); }
+
+#else  // for each instruction set
+
+namespace {
+namespace ISA {
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+INLINE float as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+INLINE uint32_t as_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+INLINE float value(float x) { return x; }
+INLINE double value(double x) { return x; }
+INLINE float value(Bfloat16 x) { return as_float(uint32_t{x.bits} << 16); }
+INLINE float value(Float16 x) {
+  uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
+  // The exponent's bias is 112 smaller; a product also makes normal numbers of denormal ones.
+  uint32_t bits = as_bits(as_float(magnitude) * 0x1p112f);
+  bits |= magnitude >= 0x0f800000 ? 0x7f800000 : 0;
+  return as_float(bits | sign);
+}
+
+// To the nearest, ties to even; nan stays nan.
+INLINE void round_to(float x, float &y) { y = x; }
+INLINE void round_to(double x, double &y) { y = x; }
+INLINE void round_to(double x, float &y) { y = float(x); }
+INLINE void round_to(float x, double &y) { y = x; }
+INLINE void round_to(float x, Bfloat16 &y) {
+  uint32_t bits = as_bits(x);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  y.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+INLINE void round_to(float x, Float16 &y) {
+  uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
+  uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Below the smallest normal number, adding one half makes the sum round where the last place is.
+  uint32_t denormal = as_bits(as_float(magnitude) + 0.5f) - (126u << 23);
+  uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
+  uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  y.bits = uint16_t((magnitude >= (143u << 23) ? special : finite) | sign);
+}
+INLINE void round_to(double x, Bfloat16 &y) { round_to(float(x), y); }
+INLINE void round_to(double x, Float16 &y) { round_to(float(x), y); }
+
+template <class T, class A>
+INLINE void widen(const T *x, A *y, Index size) {
+  for (Index i = 0; i < size; ++i) y[i] = A(value(x[i]));
+}
+
+template <class A, class T>
+INLINE void narrow(const A *x, T *y, Index size) {
+  for (Index i = 0; i < size; ++i) round_to(x[i], y[i]);
+}
+
+// x itself where it is of the arithmetic's type, else its values in the buffer.
+template <class A>
+INLINE const A *as(const A *x, A *, Index) {
+  return x;
+}
+template <class A, class T>
+INLINE const A *as(const T *x, A *buffer, Index size) {
+  widen(x, buffer, size);
+  return buffer;
+}
+
+// Calls f with a null pointer of the type.
+template <class F>
+INLINE void with(Index type, const F &f) {
+  switch (type) {
+    case F32: return f(static_cast<float *>(nullptr));
+    case BF16: return f(static_cast<Bfloat16 *>(nullptr));
+    case F16: return f(static_cast<Float16 *>(nullptr));
+    default: return f(static_cast<double *>(nullptr));
+  }
+}
+
+// 16 numbers, in as many registers as it takes.
+template <class A>
+struct Lanes {
+  static constexpr Index WIDTH = BYTES / sizeof(A), COUNT = 16 / WIDTH;
+  typedef A Native __attribute__((vector_size(BYTES)));
+  Native v[COUNT];
+
+  INLINE static Lanes zero() {
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) x.v[i] = Native{};
+    return x;
+  }
+  INLINE static Lanes load(const A *from) {
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) std::memcpy(&x.v[i], from + i * WIDTH, BYTES);
+    return x;
+  }
+  // The first size numbers, then zeros.
+  INLINE static Lanes load(const A *from, Index size) {
+    A part[16] = {};
+    for (Index i = 0; i < size; ++i) part[i] = from[i];
+    return load(part);
+  }
+  INLINE void store(A *to) const {
+    for (Index i = 0; i < COUNT; ++i) std::memcpy(to + i * WIDTH, &v[i], BYTES);
+  }
+  INLINE Lanes operator+(const Lanes &other) const {
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) x.v[i] = v[i] + other.v[i];
+    return x;
+  }
+  INLINE Lanes square() const {
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) x.v[i] = v[i] * v[i];
+    return x;
+  }
+  INLINE A sum() const {
+    A x[16];
+    store(x);
+    for (Index width = 8; width > 0; width /= 2)
+      for (Index i = 0; i < width; ++i) x[i] += x[i + width];
+    return x[0];
+  }
+};
+
+// The sum of squares of at most CHUNK numbers.
+template <class A>
+INLINE A sum_of_squares(const A *x, Index size) {
+  Lanes<A> sums[4] = {Lanes<A>::zero(), Lanes<A>::zero(), Lanes<A>::zero(), Lanes<A>::zero()};
+  Index i = 0;
+  for (; i + 64 <= size; i += 64)
+    for (Index k = 0; k < 4; ++k) sums[k] = sums[k] + Lanes<A>::load(x + i + 16 * k).square();
+  for (; i + 16 <= size; i += 16) sums[0] = sums[0] + Lanes<A>::load(x + i).square();
+  if (i < size) sums[1] = sums[1] + Lanes<A>::load(x + i, size - i).square();
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum();
+}
+
+// observe
+
+// The squares of ROWS rows, summed along each into rows, and over them into cols. m is at most CHUNK.
+template <Index ROWS, class A, class T>
+INLINE void observe_rows(const T *g, Index stride, Index m, A *rows, A *cols) {
+  A buffers[ROWS][CHUNK];
+  const A *x[ROWS];
+  Lanes<A> sums[ROWS];
+  for (Index r = 0; r < ROWS; ++r) {
+    x[r] = as(g + r * stride, buffers[r], m);
+    sums[r] = Lanes<A>::zero();
+  }
+  Index j = 0;
+  for (; j + 16 <= m; j += 16) {
+    Lanes<A> squares[ROWS];
+    for (Index r = 0; r < ROWS; ++r) {
+      squares[r] = Lanes<A>::load(x[r] + j).square();
+      sums[r] = sums[r] + squares[r];
+    }
+    for (Index width = ROWS / 2; width > 0; width /= 2)
+      for (Index r = 0; r < width; ++r) squares[r] = squares[r] + squares[r + width];
+    (Lanes<A>::load(cols + j) + squares[0]).store(cols + j);
+  }
+  if (j < m) {
+    for (Index r = 0; r < ROWS; ++r) sums[r] = sums[r] + Lanes<A>::load(x[r] + j, m - j).square();
+    for (; j < m; ++j)
+      for (Index r = 0; r < ROWS; ++r) cols[j] += x[r][j] * x[r][j];
+  }
+  for (Index r = 0; r < ROWS; ++r) rows[r] += sums[r].sum();
+}
+
+// n rows of m columns, at most STRIP.
+template <class A, class T>
+void observe_matrix(const T *g, Index stride, Index n, Index m, A *rows, A *cols) {
+  A part[STRIP];
+  double total[STRIP];
+  std::fill(rows, rows + n, A(0));
+  std::fill(total, total + m, 0.0);
+  for (Index start = 0; start < n; start += FLUSH) {
+    Index i = start, end = std::min(start + FLUSH, n);
+    std::fill(part, part + m, A(0));
+    for (; i + 4 <= end; i += 4)
+      for (Index j = 0; j < m; j += CHUNK)
+        observe_rows<4>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, part + j);
+    for (; i < end; ++i)
+      for (Index j = 0; j < m; j += CHUNK)
+        observe_rows<1>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, part + j);
+    for (Index j = 0; j < m; ++j) total[j] += part[j];
+  }
+  for (Index j = 0; j < m; ++j) cols[j] = A(total[j]);
+}
+
+// count matrices, one behind the other, of n rows of m columns, fewer than 16.
+template <class A, class T>
+void observe_narrow(const T *g, Index count, Index n, Index m, A *rows, A *cols) {
+  A squares[CHUNK], buffer[CHUNK];
+  double total[16] = {};
+  Index all = count * n, step = CHUNK / m, left = n;
+  for (Index start = 0; start < all; start += step) {
+    Index end = std::min(start + step, all), size = (end - start) * m;
+    const A *x = as(g + start * m, buffer, size);
+    for (Index e = 0; e < size; ++e) squares[e] = x[e] * x[e];
+    const A *square = squares;
+    for (Index i = start; i < end; ++i) {
+      A sum = 0;
+      for (Index j = 0; j < m; ++j) {
+        sum += *square;
+        total[j] += *square++;
+      }
+      rows[i] = sum;
+      if (--left == 0) {
+        for (Index j = 0; j < m; ++j) {
+          *cols++ = A(total[j]);
+          total[j] = 0;
+        }
+        left = n;
+      }
+    }
+  }
+}
+
+template <class A>
+void observe_tile(const Batch &batch, const Place &at, const Tile &tile) {
+  const Shape &s = batch.shapes[tile.tensor];
+  Index b = tile.first / s.n, i = tile.first % s.n, block = i / at.block, strip = tile.j0 / at.strip;
+  A *rows = static_cast<A *>(batch.scratch) + at.row_parts + (b * at.strips + strip) * s.n + i;
+  A *cols = static_cast<A *>(batch.scratch) + at.col_parts + (b * at.blocks + block) * s.m + tile.j0;
+  with(s.g, [&](auto *type) {
+    using T = std::remove_reference_t<decltype(*type)>;
+    const T *g = static_cast<const T *>(batch.tensors[tile.tensor].g) + tile.first * s.m + tile.j0;
+    Index n = std::min(tile.last - tile.first, s.n), count = (tile.last - tile.first) / n, m = tile.j1 - tile.j0;
+    if (s.m < 16) return observe_narrow(g, count, n, m, rows, cols);
+    for (Index k = 0; k < count; ++k)
+      observe_matrix(g + k * n * m, s.m, n, m, rows + k * n, cols + k * m);
+  });
+}
+
+// The tiles' sums of squares, for each tensor in the tiles' order, to out[k].
+template <class A>
+void total(const Batch &batch, const std::vector<Tile> &tiles, const std::vector<double> &parts, void *out) {
+  std::vector<double> sums(batch.k, 0.0);
+  for (size_t i = 0; i < tiles.size(); ++i) sums[tiles[i].tensor] += parts[i];
+  for (Index t = 0; t < batch.k; ++t) static_cast<A *>(out)[t] = A(sums[t]);
+}
+
+template <class A>
+void observe_batch(const Batch &batch) {
+  std::vector<Place> places;
+  arrange(batch, places);
+  if (batch.scale) {
+    std::vector<Tile> tiles = pieces(batch);
+    std::vector<double> parts(tiles.size());
+    over(tiles, batch.threads, false, [&](const Tile &tile, Index index) {
+      const Shape &s = batch.shapes[tile.tensor];
+      with(s.p, [&](auto *type) {
+        using T = std::remove_reference_t<decltype(*type)>;
+        const T *p = static_cast<const T *>(batch.tensors[tile.tensor].p) + tile.first * s.m + tile.j0;
+        A buffer[CHUNK];
+        double sum = 0;
+        for (Index j = 0; j < tile.size(); j += CHUNK) {
+          Index size = std::min(tile.size() - j, CHUNK);
+          sum += sum_of_squares(as(p + j, buffer, size), size);
+        }
+        parts[index] = sum;
+      });
+    });
+    total<A>(batch, tiles, parts, batch.p2);
+  }
+  over(blocks(batch, places), batch.threads, false,
+       [&](const Tile &tile, Index) { observe_tile<A>(batch, places[tile.tensor], tile); });
+  // The sums of strips and blocks into those of the tensor.
+  A *scratch = static_cast<A *>(batch.scratch);
+  over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
+    const Shape &s = batch.shapes[tile.tensor];
+    const Place &at = places[tile.tensor];
+    for (Index b = tile.first; b < tile.last; ++b) {
+      for (Index i = 0; at.strips > 1 && i < s.n; ++i) {
+        double sum = 0;
+        for (Index j = 0; j < at.strips; ++j) sum += scratch[at.row_parts + (b * at.strips + j) * s.n + i];
+        scratch[at.rows + b * s.n + i] = A(sum);
+      }
+      for (Index j = 0; at.blocks > 1 && j < s.m; ++j) {
+        double sum = 0;
+        for (Index i = 0; i < at.blocks; ++i) sum += scratch[at.col_parts + (b * at.blocks + i) * s.m + j];
+        scratch[at.cols + b * s.m + j] = A(sum);
+      }
+    }
+  });
+}
+
+// average
+
+// As torch does it: a weight of 1 gives exactly the end, and the product is not rounded.
+template <class A>
+INLINE A lerp(A from, A to, A weight) {
+  return weight < A(0.5) ? std::fma(weight, to - from, from) : std::fma(weight - 1, to - from, to);
+}
+
+// 1 / sqrt x, but nan of an infinite x: 0 would stop the parameter in silence, for ever.
+template <class A>
+INLINE A inverse_root(A x) {
+  return 1 / std::sqrt(x) + 0 * x;
+}
+
+// Not more than the cap; nan stays nan.
+template <class A>
+INLINE A capped(A x, A cap) {
+  return cap < x ? cap : x;
+}
+
+// Takes sums over count numbers into a statistic; returns its sum.
+template <class A>
+INLINE double take_in(A *statistic, const A *sums, Index size, A count, A b, A e) {
+  double total = 0;
+  for (Index i = 0; i < size; ++i) {
+    statistic[i] = lerp(statistic[i], sums[i] / count + e, b);
+    total += statistic[i];
+  }
+  return total;
+}
+
+template <class A>
+void average_batch(const Batch &batch) {
+  std::vector<Place> places;
+  arrange(batch, places);
+  A *scratch = static_cast<A *>(batch.scratch);
+  over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
+    Index t = tile.tensor;
+    const Shape &s = batch.shapes[t];
+    A b = static_cast<const A *>(batch.b)[t], e = static_cast<const A *>(batch.added)[t];
+    for (Index k = tile.first; k < tile.last; ++k) {
+      A *R = static_cast<A *>(batch.tensors[t].R) + k * s.n, *C = static_cast<A *>(batch.tensors[t].C) + k * s.m;
+      A *r = scratch + places[t].rows + k * s.n, *c = scratch + places[t].cols + k * s.m;
+      double of_rows = take_in(R, r, s.n, A(s.m), b, e), of_cols = take_in(C, c, s.m, A(s.n), b, e);
+      A mean = A(s.swapped ? of_rows / s.n : of_cols / s.m), floor = static_cast<const A *>(batch.floor)[t];
+      mean = mean < floor ? floor : mean;
+      A row_mean = s.swapped ? 1 : mean, col_mean = s.swapped ? mean : 1;
+      for (Index i = 0; i < s.n; ++i) r[i] = inverse_root(R[i] / row_mean);
+      for (Index j = 0; j < s.m; ++j) c[j] = inverse_root(C[j] / col_mean);
+    }
+  });
+}
+
+// measure and apply
+
+// Writes u, before clipping, of one run after the other of at most CHUNK elements, and calls f with where each begins,
+// how long it is, and u.
+template <class A, class F>
+INLINE void updates(const Batch &batch, const Place &at, const Tile &tile, const F &f) {
+  const Shape &s = batch.shapes[tile.tensor];
+  const Tensor &tensor = batch.tensors[tile.tensor];
+  A cap = static_cast<const A *>(batch.cap)[tile.tensor];
+  with(s.g, [&](auto *type) {
+    using T = std::remove_reference_t<decltype(*type)>;
+    const T *g = static_cast<const T *>(tensor.g);
+    A u[CHUNK], buffer[CHUNK];
+    if (!s.factored) {
+      const A *V = static_cast<const A *>(tensor.V);
+      for (Index start = tile.j0; start < tile.j1; start += CHUNK) {
+        Index size = std::min(tile.j1 - start, CHUNK);
+        const A *x = as(g + start, buffer, size);
+        for (Index j = 0; j < size; ++j) u[j] = x[j] * capped(inverse_root(V[start + j]), cap);
+        f(start, size, u);
+      }
+      return;
+    }
+    const A *r = static_cast<const A *>(batch.scratch) + at.rows;
+    const A *c = static_cast<const A *>(batch.scratch) + at.cols + tile.first / s.n * s.m;
+    Index m = tile.j1 - tile.j0, left = s.n - tile.first % s.n, rows = std::max(CHUNK / m, Index{1});
+    for (Index row = tile.first; row < tile.last; row += rows) {
+      rows = std::min(rows, tile.last - row);
+      for (Index j = tile.j0; j < tile.j1; j += CHUNK) {
+        Index start = row * s.m + j, width = std::min(tile.j1 - j, CHUNK), size = width * rows;
+        const A *x = as(g + start, buffer, size);
+        for (Index i = 0; i < rows; ++i) {
+          A root = r[row + i];
+          const A *from = x + i * width, *roots = c + j;
+          A *to = u + i * width;
+          for (Index k = 0; k < width; ++k) to[k] = from[k] * capped(root * roots[k], cap);
+          if (j + width == tile.j1 && --left == 0) {
+            c += s.m;
+            left = s.n;
+          }
+        }
+        f(start, size, u);
+      }
+    }
+  });
+}
+
+template <class A>
+void measure_batch(const Batch &batch) {
+  std::vector<Place> places;
+  arrange(batch, places);
+  std::vector<Tile> tiles = pieces(batch);
+  std::vector<double> parts(tiles.size());
+  over(tiles, batch.threads, true, [&](const Tile &tile, Index index) {
+    Index t = tile.tensor;
+    const Shape &s = batch.shapes[t];
+    if (!s.factored)
+      with(s.g, [&](auto *type) {
+        using T = std::remove_reference_t<decltype(*type)>;
+        const T *g = static_cast<const T *>(batch.tensors[t].g);
+        A *V = static_cast<A *>(batch.tensors[t].V);
+        A b = static_cast<const A *>(batch.b)[t], e = static_cast<const A *>(batch.added)[t];
+        for (Index j = tile.j0; j < tile.j1; ++j) {
+          A x = A(value(g[j]));
+          V[j] = lerp(V[j], x * x + e, b);
+        }
+      });
+    double sum = 0;
+    updates<A>(batch, places[t], tile, [&](Index, Index size, const A *u) { sum += sum_of_squares(u, size); });
+    parts[index] = sum;
+  });
+  total<A>(batch, tiles, parts, batch.u2);
+}
+
+// Takes u into m, and m's value into u. In lower precision, before alpha: what m's type makes of both.
+template <class A, class T>
+INLINE void momentum(T *m, A *u, Index size, A keep1, bool rounded) {
+  using Low = typename std::conditional<std::is_same<A, T>::value, A, float>::type;
+  for (Index i = 0; i < size; ++i) {
+    T low;
+    if (rounded) {
+      round_to(u[i], low);
+      Low x = lerp(Low(value(m[i])), Low(value(low)), Low(keep1));
+      round_to(x, low);
+      u[i] = A(value(low));
+    } else {
+      u[i] = lerp(A(value(m[i])), u[i], keep1);
+      round_to(u[i], low);
+    }
+    m[i] = low;
+  }
+}
+
+template <class A>
+void apply_batch(const Batch &batch) {
+  std::vector<Place> places;
+  arrange(batch, places);
+  over(pieces(batch), batch.threads, false, [&](const Tile &tile, Index) {
+    Index t = tile.tensor;
+    const Shape &s = batch.shapes[t];
+    const Tensor &tensor = batch.tensors[t];
+    bool still = batch.still && batch.still[t];
+    if (still && !batch.momentum) return;
+    A step = static_cast<const A *>(batch.step)[t], keep1 = static_cast<const A *>(batch.keep1)[t];
+    A size_of_step = batch.size ? static_cast<const A *>(batch.size)[t] : 1;
+    A decay = batch.decay ? static_cast<const A *>(batch.decay)[t] : 0;
+    updates<A>(batch, places[t], tile, [&](Index start, Index size, A *u) {
+      for (Index i = 0; i < size; ++i) u[i] *= step;
+      if (still && !batch.size)
+        for (Index i = 0; i < size; ++i) u[i] = 0;
+      if (batch.momentum) {
+        with(s.moment, [&](auto *type) {
+          using T = std::remove_reference_t<decltype(*type)>;
+          momentum(static_cast<T *>(tensor.moment) + start, u, size, keep1, batch.size != nullptr);
+        });
+        if (still) return;
+        if (batch.size)
+          for (Index i = 0; i < size; ++i) u[i] *= size_of_step;
+      }
+      with(s.p, [&](auto *type) {
+        using T = std::remove_reference_t<decltype(*type)>;
+        T *p = static_cast<T *>(tensor.p) + start;
+        if (batch.decay) {
+          for (Index i = 0; i < size; ++i) {
+            A x = A(value(p[i]));
+            round_to(x - x * decay - u[i], p[i]);
+          }
+        } else {
+          for (Index i = 0; i < size; ++i) round_to(A(value(p[i])) - u[i], p[i]);
+        }
+      });
+    });
+  });
+}
+
+#define FOR_BOTH(sweep) \
+  void sweep(const Batch &batch) { batch.wide ? sweep##_batch<double>(batch) : sweep##_batch<float>(batch); }
+FOR_BOTH(observe)
+FOR_BOTH(average)
+FOR_BOTH(measure)
+FOR_BOTH(apply)
+#undef FOR_BOTH
+
+#define NAME_OF(isa) #isa
+#define NAME(isa) NAME_OF(isa)
+constexpr Sweeps sweeps{NAME(ISA), observe, average, measure, apply};
+#undef NAME
+#undef NAME_OF
+
+}  // namespace ISA
+}  // namespace
+
+#endif
