@@ -442,6 +442,15 @@ struct Lanes {
     for (Index i = 0; i < COUNT; ++i) x.v[i] = v[i] * v[i];
     return x;
   }
+  // As gradients, under the inverse roots of a row and of columns.
+  INLINE Lanes update(A root, const A *roots, A cap) const {
+    Lanes x = load(roots);
+    for (Index i = 0; i < COUNT; ++i) {
+      Native inverse = root * x.v[i], limit = Native{} + cap;
+      x.v[i] = v[i] * (limit < inverse ? limit : inverse);
+    }
+    return x;
+  }
   INLINE A sum() const {
     A x[16];
     store(x);
@@ -479,6 +488,8 @@ INLINE void observe_rows(const T *g, Index stride, Index m, A *rows, A *cols) {
   for (; j + 16 <= m; j += 16) {
     Lanes<A> squares[ROWS];
     for (Index r = 0; r < ROWS; ++r) {
+      // The hardware fetches ahead within a page; the next rows are on others.
+      __builtin_prefetch(g + (r + ROWS) * stride + j);
       squares[r] = Lanes<A>::load(x[r] + j).square();
       sums[r] = sums[r] + squares[r];
     }
@@ -497,22 +508,23 @@ INLINE void observe_rows(const T *g, Index stride, Index m, A *rows, A *cols) {
 // n rows of m columns, at most STRIP.
 template <class A, class T>
 void observe_matrix(const T *g, Index stride, Index n, Index m, A *rows, A *cols) {
-  A part[STRIP];
   double total[STRIP];
   std::fill(rows, rows + n, A(0));
   std::fill(total, total + m, 0.0);
   for (Index start = 0; start < n; start += FLUSH) {
     Index i = start, end = std::min(start + FLUSH, n);
-    std::fill(part, part + m, A(0));
+    std::fill(cols, cols + m, A(0));
     for (; i + 4 <= end; i += 4)
       for (Index j = 0; j < m; j += CHUNK)
-        observe_rows<4>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, part + j);
+        observe_rows<4>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, cols + j);
     for (; i < end; ++i)
       for (Index j = 0; j < m; j += CHUNK)
-        observe_rows<1>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, part + j);
-    for (Index j = 0; j < m; ++j) total[j] += part[j];
+        observe_rows<1>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, cols + j);
+    if (n > FLUSH)
+      for (Index j = 0; j < m; ++j) total[j] += cols[j];
   }
-  for (Index j = 0; j < m; ++j) cols[j] = A(total[j]);
+  if (n > FLUSH)
+    for (Index j = 0; j < m; ++j) cols[j] = A(total[j]);
 }
 
 // count matrices, one behind the other, of n rows of m columns, fewer than 16.
@@ -544,8 +556,25 @@ void observe_narrow(const T *g, Index count, Index n, Index m, A *rows, A *cols)
   }
 }
 
+// The sum of p^2.
 template <class A>
-void observe_tile(const Batch &batch, const Place &at, const Tile &tile) {
+double observe_parameter(const Batch &batch, const Tile &tile) {
+  const Shape &s = batch.shapes[tile.tensor];
+  double sum = 0;
+  with(s.p, [&](auto *type) {
+    using T = std::remove_reference_t<decltype(*type)>;
+    const T *p = static_cast<const T *>(batch.tensors[tile.tensor].p) + tile.first * s.m + tile.j0;
+    A buffer[CHUNK];
+    for (Index j = 0; j < tile.size(); j += CHUNK) {
+      Index size = std::min(tile.size() - j, CHUNK);
+      sum += sum_of_squares(as(p + j, buffer, size), size);
+    }
+  });
+  return sum;
+}
+
+template <class A>
+void observe_gradient(const Batch &batch, const Place &at, const Tile &tile) {
   const Shape &s = batch.shapes[tile.tensor];
   Index b = tile.first / s.n, i = tile.first % s.n, block = i / at.block, strip = tile.j0 / at.strip;
   A *rows = static_cast<A *>(batch.scratch) + at.row_parts + (b * at.strips + strip) * s.n + i;
@@ -560,55 +589,52 @@ void observe_tile(const Batch &batch, const Place &at, const Tile &tile) {
   });
 }
 
-// The tiles' sums of squares, for each tensor in the tiles' order, to out[k].
+// The sums of the first tiles, for each tensor in the tiles' order, to out[k].
 template <class A>
 void total(const Batch &batch, const std::vector<Tile> &tiles, const std::vector<double> &parts, void *out) {
   std::vector<double> sums(batch.k, 0.0);
-  for (size_t i = 0; i < tiles.size(); ++i) sums[tiles[i].tensor] += parts[i];
+  for (size_t i = 0; i < parts.size(); ++i) sums[tiles[i].tensor] += parts[i];
   for (Index t = 0; t < batch.k; ++t) static_cast<A *>(out)[t] = A(sums[t]);
+}
+
+// The sums of count vectors, one behind the other.
+template <class A>
+void combine(const A *parts, Index count, Index size, A *sums) {
+  for (Index start = 0; start < size; start += CHUNK) {
+    Index width = std::min(size - start, CHUNK);
+    double total[CHUNK] = {};
+    for (Index i = 0; i < count; ++i)
+      for (Index j = 0; j < width; ++j) total[j] += parts[i * size + start + j];
+    for (Index j = 0; j < width; ++j) sums[start + j] = A(total[j]);
+  }
 }
 
 template <class A>
 void observe_batch(const Batch &batch) {
   std::vector<Place> places;
   arrange(batch, places);
-  if (batch.scale) {
-    std::vector<Tile> tiles = pieces(batch);
-    std::vector<double> parts(tiles.size());
-    over(tiles, batch.threads, false, [&](const Tile &tile, Index index) {
-      const Shape &s = batch.shapes[tile.tensor];
-      with(s.p, [&](auto *type) {
-        using T = std::remove_reference_t<decltype(*type)>;
-        const T *p = static_cast<const T *>(batch.tensors[tile.tensor].p) + tile.first * s.m + tile.j0;
-        A buffer[CHUNK];
-        double sum = 0;
-        for (Index j = 0; j < tile.size(); j += CHUNK) {
-          Index size = std::min(tile.size() - j, CHUNK);
-          sum += sum_of_squares(as(p + j, buffer, size), size);
-        }
-        parts[index] = sum;
-      });
-    });
-    total<A>(batch, tiles, parts, batch.p2);
-  }
-  over(blocks(batch, places), batch.threads, false,
-       [&](const Tile &tile, Index) { observe_tile<A>(batch, places[tile.tensor], tile); });
+  std::vector<Tile> tiles;
+  if (batch.scale) tiles = pieces(batch);
+  Index of_p = Index(tiles.size());
+  for (const Tile &tile : blocks(batch, places)) tiles.push_back(tile);
+  std::vector<double> parts(of_p);
+  over(tiles, batch.threads, false, [&](const Tile &tile, Index index) {
+    if (index < of_p)
+      parts[index] = observe_parameter<A>(batch, tile);
+    else
+      observe_gradient<A>(batch, places[tile.tensor], tile);
+  });
+  if (batch.scale) total<A>(batch, tiles, parts, batch.p2);
   // The sums of strips and blocks into those of the tensor.
   A *scratch = static_cast<A *>(batch.scratch);
   over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
     const Shape &s = batch.shapes[tile.tensor];
     const Place &at = places[tile.tensor];
     for (Index b = tile.first; b < tile.last; ++b) {
-      for (Index i = 0; at.strips > 1 && i < s.n; ++i) {
-        double sum = 0;
-        for (Index j = 0; j < at.strips; ++j) sum += scratch[at.row_parts + (b * at.strips + j) * s.n + i];
-        scratch[at.rows + b * s.n + i] = A(sum);
-      }
-      for (Index j = 0; at.blocks > 1 && j < s.m; ++j) {
-        double sum = 0;
-        for (Index i = 0; i < at.blocks; ++i) sum += scratch[at.col_parts + (b * at.blocks + i) * s.m + j];
-        scratch[at.cols + b * s.m + j] = A(sum);
-      }
+      if (at.strips > 1)
+        combine(scratch + at.row_parts + b * at.strips * s.n, at.strips, s.n, scratch + at.rows + b * s.n);
+      if (at.blocks > 1)
+        combine(scratch + at.col_parts + b * at.blocks * s.m, at.blocks, s.m, scratch + at.cols + b * s.m);
     }
   });
 }
@@ -633,15 +659,22 @@ INLINE A capped(A x, A cap) {
   return cap < x ? cap : x;
 }
 
-// Takes sums over count numbers into a statistic; returns its sum.
+// Takes sums over count numbers into a statistic.
 template <class A>
-INLINE double take_in(A *statistic, const A *sums, Index size, A count, A b, A e) {
-  double total = 0;
-  for (Index i = 0; i < size; ++i) {
-    statistic[i] = lerp(statistic[i], sums[i] / count + e, b);
-    total += statistic[i];
-  }
-  return total;
+INLINE void take_in(A *statistic, const A *sums, Index size, A count, A b, A e) {
+  for (Index i = 0; i < size; ++i) statistic[i] = lerp(statistic[i], sums[i] / count + e, b);
+}
+
+template <class A>
+INLINE A mean(const A *x, Index size) {
+  double sum = 0;
+  for (Index i = 0; i < size; ++i) sum += x[i];
+  return A(sum / size);
+}
+
+template <class A>
+INLINE void divide(const A *x, A mean, Index size, A *to) {
+  for (Index i = 0; i < size; ++i) to[i] = x[i] / mean;
 }
 
 template <class A>
@@ -653,64 +686,76 @@ void average_batch(const Batch &batch) {
     Index t = tile.tensor;
     const Shape &s = batch.shapes[t];
     A b = static_cast<const A *>(batch.b)[t], e = static_cast<const A *>(batch.added)[t];
-    for (Index k = tile.first; k < tile.last; ++k) {
-      A *R = static_cast<A *>(batch.tensors[t].R) + k * s.n, *C = static_cast<A *>(batch.tensors[t].C) + k * s.m;
-      A *r = scratch + places[t].rows + k * s.n, *c = scratch + places[t].cols + k * s.m;
-      double of_rows = take_in(R, r, s.n, A(s.m), b, e), of_cols = take_in(C, c, s.m, A(s.n), b, e);
-      A mean = A(s.swapped ? of_rows / s.n : of_cols / s.m), floor = static_cast<const A *>(batch.floor)[t];
-      mean = mean < floor ? floor : mean;
-      A row_mean = s.swapped ? 1 : mean, col_mean = s.swapped ? mean : 1;
-      for (Index i = 0; i < s.n; ++i) r[i] = inverse_root(R[i] / row_mean);
-      for (Index j = 0; j < s.m; ++j) c[j] = inverse_root(C[j] / col_mean);
+    Index count = tile.last - tile.first;
+    A *R = static_cast<A *>(batch.tensors[t].R) + tile.first * s.n, *r = scratch + places[t].rows + tile.first * s.n;
+    A *C = static_cast<A *>(batch.tensors[t].C) + tile.first * s.m, *c = scratch + places[t].cols + tile.first * s.m;
+    take_in(R, r, count * s.n, A(s.m), b, e);
+    take_in(C, c, count * s.m, A(s.n), b, e);
+    for (Index k = 0; k < count; ++k) {
+      A floor = static_cast<const A *>(batch.floor)[t];
+      A average = s.swapped ? mean(R + k * s.n, s.n) : mean(C + k * s.m, s.m);
+      average = average < floor ? floor : average;
+      divide(R + k * s.n, s.swapped ? A(1) : average, s.n, r + k * s.n);
+      divide(C + k * s.m, s.swapped ? average : A(1), s.m, c + k * s.m);
     }
+    for (Index i = 0; i < count * s.n; ++i) r[i] = inverse_root(r[i]);
+    for (Index j = 0; j < count * s.m; ++j) c[j] = inverse_root(c[j]);
   });
 }
 
 // measure and apply
 
-// Writes u, before clipping, of one run after the other of at most CHUNK elements, and calls f with where each begins,
-// how long it is, and u.
-template <class A, class F>
-INLINE void updates(const Batch &batch, const Place &at, const Tile &tile, const F &f) {
+// Goes over a tile in runs of at most CHUNK elements: calls row with the gradient, the inverse roots of R and C and the
+// place in the run of each piece of a row, or full with the gradient and V of the run, and then end with where the run
+// begins and how long it is.
+template <class A, class Row, class Full, class End>
+INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, const Row &row, const Full &full,
+                 const End &end) {
   const Shape &s = batch.shapes[tile.tensor];
   const Tensor &tensor = batch.tensors[tile.tensor];
-  A cap = static_cast<const A *>(batch.cap)[tile.tensor];
   with(s.g, [&](auto *type) {
     using T = std::remove_reference_t<decltype(*type)>;
     const T *g = static_cast<const T *>(tensor.g);
-    A u[CHUNK], buffer[CHUNK];
+    A buffer[CHUNK];
     if (!s.factored) {
-      const A *V = static_cast<const A *>(tensor.V);
       for (Index start = tile.j0; start < tile.j1; start += CHUNK) {
         Index size = std::min(tile.j1 - start, CHUNK);
-        const A *x = as(g + start, buffer, size);
-        for (Index j = 0; j < size; ++j) u[j] = x[j] * capped(inverse_root(V[start + j]), cap);
-        f(start, size, u);
+        full(as(g + start, buffer, size), static_cast<A *>(tensor.V) + start, size);
+        end(start, size);
       }
       return;
     }
     const A *r = static_cast<const A *>(batch.scratch) + at.rows;
     const A *c = static_cast<const A *>(batch.scratch) + at.cols + tile.first / s.n * s.m;
     Index m = tile.j1 - tile.j0, left = s.n - tile.first % s.n, rows = std::max(CHUNK / m, Index{1});
-    for (Index row = tile.first; row < tile.last; row += rows) {
-      rows = std::min(rows, tile.last - row);
+    for (Index i = tile.first; i < tile.last; i += rows) {
+      rows = std::min(rows, tile.last - i);
       for (Index j = tile.j0; j < tile.j1; j += CHUNK) {
-        Index start = row * s.m + j, width = std::min(tile.j1 - j, CHUNK), size = width * rows;
+        Index start = i * s.m + j, width = std::min(tile.j1 - j, CHUNK), size = width * rows;
         const A *x = as(g + start, buffer, size);
-        for (Index i = 0; i < rows; ++i) {
-          A root = r[row + i];
-          const A *from = x + i * width, *roots = c + j;
-          A *to = u + i * width;
-          for (Index k = 0; k < width; ++k) to[k] = from[k] * capped(root * roots[k], cap);
+        for (Index k = 0; k < rows; ++k) {
+          row(x + k * width, r[i + k], c + j, width, k * width);
           if (j + width == tile.j1 && --left == 0) {
             c += s.m;
             left = s.n;
           }
         }
-        f(start, size, u);
+        end(start, size);
       }
     }
   });
+}
+
+// step times u, of one piece of a row.
+template <class A>
+INLINE void row_updates(const A *x, A root, const A *roots, Index size, A cap, A step, A *u) {
+  for (Index i = 0; i < size; ++i) u[i] = x[i] * capped(root * roots[i], cap) * step;
+}
+
+// step times u, without factors.
+template <class A>
+INLINE void full_updates(const A *x, const A *V, Index size, A cap, A step, A *u) {
+  for (Index i = 0; i < size; ++i) u[i] = x[i] * capped(inverse_root(V[i]), cap) * step;
 }
 
 template <class A>
@@ -721,20 +766,40 @@ void measure_batch(const Batch &batch) {
   std::vector<double> parts(tiles.size());
   over(tiles, batch.threads, true, [&](const Tile &tile, Index index) {
     Index t = tile.tensor;
-    const Shape &s = batch.shapes[t];
-    if (!s.factored)
-      with(s.g, [&](auto *type) {
-        using T = std::remove_reference_t<decltype(*type)>;
-        const T *g = static_cast<const T *>(batch.tensors[t].g);
-        A *V = static_cast<A *>(batch.tensors[t].V);
-        A b = static_cast<const A *>(batch.b)[t], e = static_cast<const A *>(batch.added)[t];
-        for (Index j = tile.j0; j < tile.j1; ++j) {
-          A x = A(value(g[j]));
-          V[j] = lerp(V[j], x * x + e, b);
-        }
-      });
+    bool narrow = batch.shapes[t].factored && batch.shapes[t].m < 16;
+    A b = static_cast<const A *>(batch.b)[t], e = static_cast<const A *>(batch.added)[t];
+    A cap = static_cast<const A *>(batch.cap)[t];
+    A u[CHUNK];
     double sum = 0;
-    updates<A>(batch, places[t], tile, [&](Index, Index size, const A *u) { sum += sum_of_squares(u, size); });
+    Lanes<A> sums[2] = {Lanes<A>::zero(), Lanes<A>::zero()};
+    walk<A>(
+        batch, places[t], tile,
+        [&](const A *x, A root, const A *roots, Index size, Index at) {
+          if (narrow) return row_updates(x, root, roots, size, cap, A(1), u + at);
+          Index i = 0;
+          for (; i + 32 <= size; i += 32)
+            for (Index k = 0; k < 2; ++k)
+              sums[k] = sums[k] + Lanes<A>::load(x + i + 16 * k).update(root, roots + i + 16 * k, cap).square();
+          if (i + 16 <= size) {
+            sums[0] = sums[0] + Lanes<A>::load(x + i).update(root, roots + i, cap).square();
+            i += 16;
+          }
+          if (i < size) {
+            A rest[16] = {};
+            row_updates(x + i, root, roots + i, size - i, cap, A(1), rest);
+            sums[1] = sums[1] + Lanes<A>::load(rest).square();
+          }
+        },
+        [&](const A *x, A *V, Index size) {
+          for (Index i = 0; i < size; ++i) V[i] = lerp(V[i], x[i] * x[i] + e, b);
+          full_updates(x, V, size, cap, A(1), u);
+          sum += sum_of_squares(u, size);
+        },
+        [&](Index, Index size) {
+          if (narrow) sum += sum_of_squares(u, size);
+          sum += (sums[0] + sums[1]).sum();
+          sums[0] = sums[1] = Lanes<A>::zero();
+        });
     parts[index] = sum;
   });
   total<A>(batch, tiles, parts, batch.u2);
@@ -772,10 +837,14 @@ void apply_batch(const Batch &batch) {
     A step = static_cast<const A *>(batch.step)[t], keep1 = static_cast<const A *>(batch.keep1)[t];
     A size_of_step = batch.size ? static_cast<const A *>(batch.size)[t] : 1;
     A decay = batch.decay ? static_cast<const A *>(batch.decay)[t] : 0;
-    updates<A>(batch, places[t], tile, [&](Index start, Index size, A *u) {
-      for (Index i = 0; i < size; ++i) u[i] *= step;
-      if (still && !batch.size)
-        for (Index i = 0; i < size; ++i) u[i] = 0;
+    A cap = static_cast<const A *>(batch.cap)[t];
+    A u[CHUNK];
+    auto row = [&](const A *x, A root, const A *roots, Index width, Index at) {
+      row_updates(x, root, roots, width, cap, step, u + at);
+    };
+    auto full = [&](const A *x, A *V, Index size) { full_updates(x, V, size, cap, step, u); };
+    walk<A>(batch, places[t], tile, row, full, [&](Index start, Index size) {
+      if (still && !batch.size) std::fill(u, u + size, A(0));
       if (batch.momentum) {
         with(s.moment, [&](auto *type) {
           using T = std::remove_reference_t<decltype(*type)>;
