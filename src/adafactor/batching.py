@@ -7,6 +7,7 @@ moves between two steps are freed at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -70,6 +71,22 @@ class Key(NamedTuple):
     device: torch.device
 
 
+class Measured(NamedTuple):
+    """What the last step measured of a parameter: the sum of its squares, and of how many."""
+
+    p2: Tensor
+    numel: Tensor
+
+    @property
+    def rms(self) -> float:
+        """rms(p). Waits for the device."""
+        return math.sqrt(float(self.p2) / float(self.numel))
+
+
+NOTHING = Columns((), (), (), (), (), (), ())
+"""What a batch holds between steps."""
+
+
 class Part:
     """The parameters of one key: their places among those found, their groups and plans, and what a step needs."""
 
@@ -87,9 +104,15 @@ class Part:
         self._groups = sorted({group for _, group, _ in members})
         self._which = torch.tensor([self._groups.index(members[i][1]) for i in owners], dtype=torch.int64)
         self._owners = torch.tensor(owners, dtype=torch.int64)
-        self._waves: list[tuple[slice, dict[str, Any]]] = [(wave, {}) for wave in waves(plans, key.backend.WAVE)]
-        self._rms = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
         self._first = [owners.index(i) for i in full]
+        self._numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype).to(key.device, non_blocking=True)
+        self._p2 = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
+        self._waves = [(wave, self._batch(wave)) for wave in waves(plans, key.backend.WAVE)]
+
+    def _batch(self, wave: slice) -> Batch:
+        """A wave of no tensors yet."""
+        p2 = None if self._p2 is None else self._p2[wave]
+        return Batch(NOTHING, None, self.key.form, self.key.dtype, self._numel[wave], p2)  # type: ignore[arg-type]
 
     def step(self, columns: Columns, steps: Sequence[Tensor], rules: Sequence[Rule]) -> None:
         """Count and take one step.
@@ -99,7 +122,7 @@ class Part:
             steps: the step counts of all parameters found.
             rules: of all groups.
         """
-        backend, form, dtype, device = self.key
+        backend, dtype, device = self.key.backend, self.key.dtype, self.key.device
         t = backend.count([steps[i] for i in self._places])
         if not self._plans:
             return
@@ -108,20 +131,19 @@ class Part:
             rows = (each for item in map(broadcasting, *columns) for each in stacked(item))
             columns = Columns(*zip(*rows, strict=True))
         table = numbers([rules[i] for i in self._groups], self._which, t[self._owners], dtype, device)
-        for wave, memo in self._waves:
+        for wave, batch in self._waves:
             alone = len(self._waves) == 1
-            parts = (columns, table) if alone else (columns.part(wave), table.part(wave))
-            rms = run(Batch(*parts, form, dtype, memo), backend)
-            if rms is not None and self._rms is not None:
-                self._rms[wave] = rms
+            batch.columns, batch.numbers = (columns, table) if alone else (columns.part(wave), table.part(wave))
+            run(batch, backend)
+            batch.columns = NOTHING
 
-    def measured(self) -> Iterator[tuple[int, Tensor | None]]:
-        """The place of each parameter that is not empty, and its rms(p) at the last step where the form scales.
+    def measured(self) -> Iterator[tuple[int, Measured | None]]:
+        """The place of each parameter that is not empty, and what is known of it where the form scales.
 
-        The tensor is the same from step to step. Of a stack, the first slice speaks.
+        The tensors are the same from step to step. Of a stack, the first slice speaks.
         """
         for place, i in zip(self._full, self._first, strict=True):
-            yield place, None if self._rms is None else self._rms[i]
+            yield place, None if self._p2 is None else Measured(self._p2[i], self._numel[i])
 
 
 class Program:
@@ -187,7 +209,7 @@ class Program:
         for part in self.parts:
             part.step(*columns, rules)
 
-    def measured(self) -> Iterator[tuple[int, Tensor | None]]:
+    def measured(self) -> Iterator[tuple[int, Measured | None]]:
         """See Part.measured."""
         return chain.from_iterable(part.measured() for part in self.parts)
 

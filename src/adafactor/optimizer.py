@@ -28,7 +28,7 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         # rms(p) of the last step, for step_sizes() and for layouts that save it: derived, so no state.
-        self._rms: dict[Tensor, Tensor] = {}
+        self._rms: dict[Tensor, batching.Measured | float] = {}
         # What a relative group's lr was last set to show, by the group's id: another value is somebody else's.
         self._shown: dict[int, float] = {}
         # What a group's state was factored by, by the group's id: equal sizes hide a change from the state's shapes.
@@ -194,11 +194,11 @@ class BaseAdafactor(torch.optim.Optimizer):
             self._show_lr(group, rule)
         if program is not self._program:
             self._program = program
-            for place, rms in program.measured():
-                if rms is None:
+            for place, measured in program.measured():
+                if measured is None:
                     self._rms.pop(found.params[place], None)
                 else:
-                    self._rms[found.params[place]] = rms
+                    self._rms[found.params[place]] = measured
             for group, setting in zip(self.param_groups, settings, strict=True):
                 self._factored[id(group)] = setting.factoring
         self._forget_swapped()
@@ -296,7 +296,8 @@ class BaseAdafactor(torch.optim.Optimizer):
     def _rms_of(self, p: Tensor) -> float:
         """rms(p) at the last step; where no step has measured it, of p as it is."""
         if p in self._rms:
-            return float(self._rms[p])
+            known = self._rms[p]
+            return known if isinstance(known, float) else known.rms
         return float(norm(p.detach().to(state.arithmetic(p)))) / math.sqrt(max(p.numel(), 1))
 
     # Saving and loading
@@ -333,7 +334,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         loaded = saving.to_load(saved, self.param_groups, self.layout, self._check_group, self._plan)
         states = type(self.state)(dict, loaded.states)
         self.__setstate__({"state": states, "param_groups": loaded.groups})
-        self._rms = loaded.rms
+        self._rms = dict(loaded.rms)
         for group in self.param_groups:
             self._make_state(group)
             self._show_lr(group, self.rule(group))

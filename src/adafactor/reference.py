@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from .sweeps import Batch, Item, Scalar, Sums, scalars
+from .sweeps import Batch, Item, Scalar, scalars, sizes
 
 WAVE = 1 << 20
 """Elements of a wave: a few megabytes, which stay in cache from sweep to sweep."""
@@ -38,16 +38,14 @@ def count(steps: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(steps))
 
 
-def observe(batch: Batch) -> Sums:
-    """Row and column sums of |g|^2 in R's and C's shapes, and sums of p^2 where the form scales. Writes nothing."""
-    factors = [factor_sums(item, batch.dtype) for item in batch.items]
-    p2 = None
-    if batch.form.scale:
-        p2 = torch.stack([norm(p.to(batch.dtype)) for p in batch.columns.p]).square_()
-    return Sums(factors, p2)
+def observe(batch: Batch) -> list[tuple[Tensor, Tensor] | None]:
+    """Row and column sums of |g|^2 in R's and C's shapes, and sums of p^2 into p2. Writes no state."""
+    if batch.p2 is not None:
+        batch.p2.copy_(torch.stack([norm(p.to(batch.dtype)) for p in batch.columns.p]).square_())
+    return [factor_sums(item, batch.dtype) for item in batch.items]
 
 
-def average(batch: Batch, sums: Sums) -> None:
+def average(batch: Batch, sums: list[tuple[Tensor, Tensor] | None]) -> None:
     """Take the first sweep's sums into R and C, and keep mean(C) of each factored tensor, at least its floor.
 
     mean(C) = mean(R): taken from C on every path, since a shard of rows has C whole.
@@ -55,7 +53,7 @@ def average(batch: Batch, sums: Sums) -> None:
     n = batch.numbers
     means: list[Tensor | None] = []
     columns = (scalars(n.b), scalars(n.added), scalars(n.floor))
-    for item, factors, b, added, floor in zip(batch.items, sums.factors, *columns, strict=True):
+    for item, factors, b, added, floor in zip(batch.items, sums, *columns, strict=True):
         if factors is None or item.R is None or item.C is None:
             means.append(None)
             continue
@@ -78,8 +76,9 @@ def measure(batch: Batch) -> Tensor:
     return torch.stack([norm(each) for each in u]).square_()
 
 
-def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
-    """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
+def apply(batch: Batch, u2: Tensor) -> None:
+    """Take step u, or size times the momentum of it, off the parameters, and decay of themselves: see ``sizes``."""
+    step, size, decay = sizes(batch, u2)
     still, factors = batch.numbers.still, zip(scalars(step), scalars(batch.numbers.keep1), strict=True)
     for i, (item, (factor, keep1)) in enumerate(zip(batch.items, factors, strict=True)):
         u = batch.kept.u[i].mul_(factor)

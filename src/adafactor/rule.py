@@ -100,7 +100,7 @@ class Form(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The table of step numbers: each a vector with one entry for each tensor, in the arithmetic's dtype and device.
+    """The table of step numbers: a row for each of ROWS, a column for each tensor, in the arithmetic's dtype.
 
     Letters as in Rule; ``added`` is e; ``floor`` is f, but never 0; ``cap`` is 1/f, the largest inverse root, but never
     more than that of the smallest normal number (a gradient whose square underflows has a u of at most about 1, and one
@@ -109,21 +109,21 @@ class Numbers(NamedTuple):
     knows that there are none.
     """
 
-    b: Tensor
-    rho: Tensor
-    added: Tensor
-    floor: Tensor
-    cap: Tensor
-    eps2: Tensor
-    d: Tensor
-    decay: Tensor
-    keep1: Tensor
-    sign: Tensor
+    table: Tensor
     still: Tensor | None
 
-    def part(self, rows: slice) -> Numbers:
-        """The rows of some of the tensors."""
-        return Numbers(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
+    def part(self, columns: slice) -> Numbers:
+        """The numbers of some of the tensors."""
+        return Numbers(self.table[:, columns], None if self.still is None else self.still[columns])
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in ROWS:
+            return self.table[ROWS.index(name)]
+        raise AttributeError(name)
+
+
+ROWS = ("b", "rho", "added", "floor", "cap", "eps2", "d", "decay", "keep1", "sign")
+"""The rows of the table of step numbers, which are attributes of it."""
 
 
 def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype, device: torch.device) -> Numbers:
@@ -139,7 +139,7 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
         device: where the tensors are.
     """
     limits = torch.finfo(dtype)
-    table = torch.tensor([_row(rule, limits.eps) for rule in rules], dtype=torch.float64)[which].t().contiguous()
+    table = torch.tensor([_row(rule, limits.eps) for rule in rules], dtype=torch.float64)[which]
     t = t.double()
     still: Tensor | None = None
     if any(isinstance(rule.lr, Tensor) for rule in rules):
@@ -150,28 +150,27 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
         lr = torch.stack(each)[which.to(device, non_blocking=True)]
         still = lr == 0
     else:
-        lr = table[0]
+        lr = table[:, 0]
         if any(rule.lr == 0 for rule in rules):
             still = lr == 0
-    _, tau, offset, least_b, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind()
+    _, tau, offset, least_b, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind(1)
     form = rules[0].form
-    columns = [
-        torch.maximum((t - offset).clamp(min=1) ** tau, least_b),
-        _rho(form.rho, lr, t),
-        added,
-        floor.clamp(min=limits.tiny),
-        floor.reciprocal().clamp(max=limits.tiny**-0.5),
-        eps2,
-        d,
+    rows = {
+        "b": torch.maximum((t - offset).clamp(min=1) ** tau, least_b),
+        "rho": _rho(form.rho, lr, t),
+        "added": added,
+        "floor": floor.clamp(min=limits.tiny),
+        "cap": floor.reciprocal().clamp(max=limits.tiny**-0.5),
+        "eps2": eps2,
+        "d": d,
         # Rounded as torch rounds it, which multiplies by 1 - lambda: over many steps the difference adds up.
-        1 - (1 - weight_decay * lr).to(dtype).to(weight_decay.dtype) if form.decay == "lr" else weight_decay,
-        keep1,
-        sign,
-    ]
+        "decay": 1 - (1 - weight_decay * lr).to(dtype).to(weight_decay.dtype) if form.decay == "lr" else weight_decay,
+        "keep1": keep1,
+        "sign": sign,
+    }
     if still is not None:
         still = still.to(device, non_blocking=True)
-    ready = (column.to(dtype).to(device, non_blocking=True) for column in columns)
-    return Numbers(*ready, still)  # type: ignore[call-arg]  # the columns are all of Numbers but the last
+    return Numbers(torch.stack([rows[name] for name in ROWS]).to(dtype).to(device, non_blocking=True), still)
 
 
 def _row(rule: Rule, machine_eps: float) -> tuple[float, ...]:

@@ -8,7 +8,6 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import checks, layouts, state
@@ -30,7 +29,7 @@ class Loaded(NamedTuple):
 
     groups: list[Group]
     states: dict[Any, State]
-    rms: dict[Tensor, Tensor]
+    rms: dict[Tensor, float]
 
 
 def to_save(
@@ -104,7 +103,7 @@ def to_load(
                 read.pop(layout.momentum, None)
             states[p] = state.copy_for(p, read, plan, rule, layout)
             if isinstance(entry.get("RMS"), (Real, Tensor)):
-                rms[p] = torch.as_tensor(entry["RMS"], dtype=torch.float64)
+                rms[p] = float(entry["RMS"])
     return Loaded(merged, states, rms)
 
 

@@ -49,22 +49,17 @@ class Columns(NamedTuple):
         return Columns(*(column[rows] for column in self))  # type: ignore[arg-type]
 
 
-class Sums(NamedTuple):
-    """What the first sweep found: sums of |g|^2 over columns and over rows, as its backend keeps them; of p^2 ([k])."""
-
-    factors: Any
-    p2: Tensor | None
-
-
 @dataclass
 class Batch:
     """Tensors of one form, one arithmetic dtype and one device. None of them is empty: that would have no means.
 
     Attributes:
         columns: k tensors.
-        numbers: the table of their step numbers, [k] each.
+        numbers: the table of their step numbers.
         form: which operations they need.
         dtype: what the arithmetic runs in, float32 or float64; the items' R, C and V have it too.
+        numel: [k] their sizes.
+        p2: [k] where the first sweep leaves the sums of p^2; None where the form does not scale.
         memo: what is kept from step to step, while plans and tensors other than g stay what and where they are.
         kept: what the backend keeps from sweep to sweep.
     """
@@ -73,6 +68,8 @@ class Batch:
     numbers: Numbers
     form: Form
     dtype: torch.dtype
+    numel: Tensor
+    p2: Tensor | None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: Any = None
 
@@ -94,11 +91,11 @@ class Backend(Protocol):
         """About how many elements the sweeps should go over at a time."""
         ...
 
-    def observe(self, batch: Batch) -> Sums:
-        """Row and column sums of |g|^2, and sums of p^2 where the form scales. Writes nothing."""
+    def observe(self, batch: Batch) -> Any:
+        """Row and column sums of |g|^2, as the backend keeps them, and sums of p^2 into p2. Writes no state."""
         ...
 
-    def average(self, batch: Batch, sums: Sums) -> None:
+    def average(self, batch: Batch, sums: Any) -> None:
         """Take the first sweep's sums into R and C, and keep what V is made of."""
         ...
 
@@ -106,32 +103,33 @@ class Backend(Protocol):
         """[k] sums of u^2. Brings a full V up to date first."""
         ...
 
-    def apply(self, batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
-        """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
+    def apply(self, batch: Batch, u2: Tensor) -> None:
+        """Take the step off the parameters: see ``sizes``."""
         ...
 
 
-def run(batch: Batch, backend: Backend) -> Tensor | None:
-    """One step of a batch, in place. Returns [k] rms(p) from before the step where the form scales by it."""
-    form, numbers = batch.form, batch.numbers
-    numel = batch.memo.get("numel")
-    if numel is None:
-        numel = torch.tensor([plan.numel for plan in batch.columns.plans], dtype=batch.dtype)
-        numel = batch.memo["numel"] = numel.to(numbers.b.device, non_blocking=True)
-
+def run(batch: Batch, backend: Backend) -> None:
+    """One step of a batch, in place."""
     sums = backend.observe(batch)
-    # Sharded tensors reduce the sums here.
+    # Sharded tensors reduce the sums and p2 here.
     backend.average(batch, sums)
-    rms_p = None if sums.p2 is None else (sums.p2 / numel).sqrt()
-    alpha = numbers.rho if rms_p is None else numbers.rho * torch.maximum(rms_p, numbers.eps2)
-    if numbers.still is not None:
-        alpha = alpha.masked_fill(numbers.still, 0)
-
     u2 = backend.measure(batch)
     # Sharded tensors reduce u2 here.
-    rms_u = (u2 / numel).sqrt()
+    backend.apply(batch, u2)
+    batch.kept = None
+
+
+def sizes(batch: Batch, u2: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What apply takes off: step u, or size times the momentum of it, and decay of p itself ([k] each, or None)."""
+    form, numbers = batch.form, batch.numbers
+    alpha = numbers.rho
+    if batch.p2 is not None:
+        alpha = alpha * torch.maximum((batch.p2 / batch.numel).sqrt(), numbers.eps2)
+    if numbers.still is not None:
+        alpha = alpha.masked_fill(numbers.still, 0)
     # Without clipping, d = inf, an overflow of u2 must not count.
-    clip = torch.where(numbers.d < torch.inf, (rms_u / numbers.d).clamp(min=1), 1)
+    d = numbers.d
+    clip = torch.where(d < torch.inf, ((u2 / batch.numel).sqrt() / d).clamp(min=1), 1)
     step, size = numbers.sign / clip, None
     if form.momentum == "before":
         size = alpha
@@ -142,8 +140,7 @@ def run(batch: Batch, backend: Backend) -> Tensor | None:
         decay = numbers.decay * alpha if form.decay == "alpha" else numbers.decay
         if numbers.still is not None:
             decay = decay.masked_fill(numbers.still, 0)
-    backend.apply(batch, step, size, decay)
-    return rms_p
+    return step, size, decay
 
 
 def broadcasting(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..sweeps import Batch, Item, Sums
+from ..sweeps import Batch, Item
 from . import kernel, strides
 
 WAVE = 1 << 21
@@ -22,6 +22,7 @@ WAVE = 1 << 21
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _MOMENTUM = {None: 0, "after": 1, "before": 2}
+_DECAY = {None: 0, "lr": 1, "one": 1, "alpha": 2}
 
 
 def unsupported(item: Item) -> str | None:
@@ -71,8 +72,9 @@ class _Table:
         self.call = kernel.Call(
             k=len(columns.p),
             wide=batch.dtype is torch.float64,
-            scale=form.scale,
             momentum=_MOMENTUM[form.momentum],
+            decay=_DECAY[form.decay],
+            p2=_address(batch.p2),
             shapes=shapes.buffer_info()[0],
             tensors=addresses.buffer_info()[0],
         )
@@ -89,26 +91,24 @@ def count(steps: Sequence[Tensor]) -> Tensor:
     return t
 
 
-def observe(batch: Batch) -> Sums:
-    """Row and column sums of |g|^2 of all factored tensors in one vector, and sums of p^2 where the form scales."""
+def observe(batch: Batch) -> Tensor:
+    """Row and column sums of |g|^2 of all factored tensors in one vector, and sums of p^2 into p2. Writes no state."""
     table = batch.memo.get("table")
     if table is None:
         table = batch.memo["table"] = _Table(batch)
     table.addresses[1::6] = array("Q", map(Tensor.data_ptr, batch.columns.g))
-    call, n = table.call, batch.numbers
-    factors = torch.empty(table.size, dtype=batch.dtype)
-    p2 = torch.empty_like(n.b) if batch.form.scale else None
+    sums = torch.empty(table.size, dtype=batch.dtype)
+    call, (numbers, still) = table.call, batch.numbers
     call.threads = torch.get_num_threads()
-    call.scratch, call.p2 = factors.data_ptr(), _address(p2)
-    call.b, call.added, call.floor = n.b.data_ptr(), n.added.data_ptr(), n.floor.data_ptr()
-    call.cap, call.keep1, call.still = n.cap.data_ptr(), n.keep1.data_ptr(), _address(n.still)
+    call.numbers, call.stride, call.still = numbers.data_ptr(), numbers.stride(0), _address(still)
+    call.scratch = sums.data_ptr()
     _run(kernel.library().adafactor_observe, table)
-    return Sums(factors, p2)
+    return sums
 
 
-def average(batch: Batch, sums: Sums) -> None:
+def average(batch: Batch, sums: Tensor) -> None:
     """Take the first sweep's sums into R and C, and leave their inverse roots where the sums were."""
-    batch.kept = sums.factors
+    batch.kept = sums
     table = batch.memo["table"]
     if table.of_factors:
         _run(kernel.library().adafactor_average, table)
@@ -116,19 +116,18 @@ def average(batch: Batch, sums: Sums) -> None:
 
 def measure(batch: Batch) -> Tensor:
     """[k] sums of u^2. Brings a full V up to date first."""
-    table, u2 = batch.memo["table"], torch.empty_like(batch.numbers.b)
+    table = batch.memo["table"]
+    u2 = torch.empty(len(batch.columns.p), dtype=batch.dtype)
     table.call.u2 = u2.data_ptr()
     _run(kernel.library().adafactor_measure, table)
     return u2
 
 
-def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
-    """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
-    table = batch.memo["table"]
-    table.call.step, table.call.size, table.call.decay = step.data_ptr(), _address(size), _address(decay)
+def apply(batch: Batch, u2: Tensor) -> None:
+    """Take the step off the parameters."""
     # Before the writes: it refuses what may not be written to.
     torch.autograd.graph.increment_version(batch.columns.p)
-    _run(kernel.library().adafactor_apply, table)
+    _run(kernel.library().adafactor_apply, batch.memo["table"])
 
 
 def _run(sweep: Callable[..., int], table: _Table) -> None:

@@ -16,7 +16,7 @@ from ..reference import average as average
 from ..reference import count as count
 from ..reference import inverse_root, lose, momentum, norm, select
 from ..reference import observe as observe
-from ..sweeps import Batch, scalars
+from ..sweeps import Batch, scalars, sizes
 
 WAVE = maxsize
 """Elements of a wave: all tensors at once."""
@@ -39,8 +39,9 @@ def measure(batch: Batch) -> Tensor:
     return torch.stack([norm(each) for each in u]).square_()
 
 
-def apply(batch: Batch, step: Tensor, size: Tensor | None, decay: Tensor | None) -> None:
-    """Take step u, or size times the momentum of it, off the parameters, and decay of themselves ([k] each)."""
+def apply(batch: Batch, u2: Tensor) -> None:
+    """Take step u, or size times the momentum of it, off the parameters, and decay of themselves: see ``sizes``."""
+    step, size, decay = sizes(batch, u2)
     u, still = batch.kept.u, batch.numbers.still
     torch._foreach_mul_(u, scalars(step))
     if size is None:

@@ -12,6 +12,9 @@ import torch
 LIBRARY = Path(__file__).parent.parent / "_cpu.so"
 """What the install makes of csrc/adafactor.cpp where it finds a compiler."""
 
+INTERFACE = 1
+"""Of the library's functions and structs; one that was built for another is not called."""
+
 _INDEX = ctypes.c_int64
 _ADDRESS = ctypes.c_void_p
 
@@ -20,10 +23,10 @@ class Call(ctypes.Structure):
     """What one call works on: the C++ struct Batch."""
 
     _fields_ = (
-        *((name, _INDEX) for name in ("k", "threads", "wide", "scale", "momentum")),
-        *((name, _ADDRESS) for name in ("shapes", "tensors", "scratch")),
-        *((name, _ADDRESS) for name in ("b", "added", "floor", "cap", "keep1", "step", "size", "decay", "still")),
-        *((name, _ADDRESS) for name in ("p2", "u2")),
+        *((name, _INDEX) for name in ("k", "threads", "wide", "momentum", "decay")),
+        *((name, _ADDRESS) for name in ("shapes", "tensors", "scratch", "numbers")),
+        ("stride", _INDEX),
+        *((name, _ADDRESS) for name in ("still", "p2", "u2")),
     )
 
 
@@ -39,6 +42,9 @@ def library() -> ctypes.CDLL:
             "it was not built when adafactor was installed; with a C++ compiler (GCC or Clang) installed, reinstall it"
         )
     kernel = ctypes.CDLL(str(LIBRARY))
+    kernel.adafactor_interface.restype = _INDEX
+    if kernel.adafactor_interface() != INTERFACE:
+        raise OSError("it was built for another version of adafactor; reinstall it")
     try:
         parallel_for = _torch_library().torch_parallel_for
     except AttributeError:

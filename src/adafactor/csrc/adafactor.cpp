@@ -43,18 +43,27 @@ struct Tensor {
   void *R, *C, *V, *moment;
 };
 
-// What a call works on. Numbers of the step come as vectors with one entry for each of the k tensors.
+// The rows of the table of step numbers.
+enum Row : Index { B, RHO, ADDED, FLOOR, CAP, EPS2, D, DECAY, KEEP1, SIGN };
+
+// What a call works on: k tensors.
 struct Batch {
   Index k, threads;
-  Index wide;  // arithmetic in double instead of float
-  Index scale;
+  Index wide;      // arithmetic in double instead of float
   Index momentum;  // 0 none, 1 after alpha, 2 before it
+  Index decay;     // 0 none, 1 as it is, 2 times alpha
   const Shape *shapes;
   const Tensor *tensors;
   void *scratch;
-  const void *b, *added, *floor, *cap, *keep1, *step, *size, *decay;
-  const uint8_t *still;
-  void *p2, *u2;
+  const void *numbers;  // the table: a row for each Row, k columns
+  Index stride;         // from row to row
+  const uint8_t *still;  // null where all move
+  void *p2, *u2;         // sums of squares; p2 is null where nothing scales
+
+  template <class A>
+  A number(Row row, Index t) const {
+    return static_cast<const A *>(numbers)[row * stride + t];
+  }
 };
 
 // Elements that one pass works on while they stay in the first level of cache.
@@ -285,6 +294,9 @@ int32_t call(void (*sweep)(const Batch &), const Batch *batch) {
 #else
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #endif
+
+// What kernel.py checks before anything else: changed whenever a struct or a function here is.
+EXPORT Index adafactor_interface() { return 1; }
 
 // Takes torch_parallel_for.
 EXPORT void adafactor_start(ParallelFor function) {
@@ -614,7 +626,7 @@ void observe_batch(const Batch &batch) {
   std::vector<Place> places;
   arrange(batch, places);
   std::vector<Tile> tiles;
-  if (batch.scale) tiles = pieces(batch);
+  if (batch.p2) tiles = pieces(batch);
   Index of_p = Index(tiles.size());
   for (const Tile &tile : blocks(batch, places)) tiles.push_back(tile);
   std::vector<double> parts(of_p);
@@ -624,7 +636,7 @@ void observe_batch(const Batch &batch) {
     else
       observe_gradient<A>(batch, places[tile.tensor], tile);
   });
-  if (batch.scale) total<A>(batch, tiles, parts, batch.p2);
+  if (batch.p2) total<A>(batch, tiles, parts, batch.p2);
   // The sums of strips and blocks into those of the tensor.
   A *scratch = static_cast<A *>(batch.scratch);
   over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
@@ -685,14 +697,14 @@ void average_batch(const Batch &batch) {
   over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
     Index t = tile.tensor;
     const Shape &s = batch.shapes[t];
-    A b = static_cast<const A *>(batch.b)[t], e = static_cast<const A *>(batch.added)[t];
+    A b = batch.template number<A>(B, t), e = batch.template number<A>(ADDED, t);
     Index count = tile.last - tile.first;
     A *R = static_cast<A *>(batch.tensors[t].R) + tile.first * s.n, *r = scratch + places[t].rows + tile.first * s.n;
     A *C = static_cast<A *>(batch.tensors[t].C) + tile.first * s.m, *c = scratch + places[t].cols + tile.first * s.m;
     take_in(R, r, count * s.n, A(s.m), b, e);
     take_in(C, c, count * s.m, A(s.n), b, e);
     for (Index k = 0; k < count; ++k) {
-      A floor = static_cast<const A *>(batch.floor)[t];
+      A floor = batch.template number<A>(FLOOR, t);
       A average = s.swapped ? mean(R + k * s.n, s.n) : mean(C + k * s.m, s.m);
       average = average < floor ? floor : average;
       divide(R + k * s.n, s.swapped ? A(1) : average, s.n, r + k * s.n);
@@ -767,8 +779,8 @@ void measure_batch(const Batch &batch) {
   over(tiles, batch.threads, true, [&](const Tile &tile, Index index) {
     Index t = tile.tensor;
     bool narrow = batch.shapes[t].factored && batch.shapes[t].m < 16;
-    A b = static_cast<const A *>(batch.b)[t], e = static_cast<const A *>(batch.added)[t];
-    A cap = static_cast<const A *>(batch.cap)[t];
+    A b = batch.template number<A>(B, t), e = batch.template number<A>(ADDED, t);
+    A cap = batch.template number<A>(CAP, t);
     A u[CHUNK];
     double sum = 0;
     Lanes<A> sums[2] = {Lanes<A>::zero(), Lanes<A>::zero()};
@@ -824,6 +836,30 @@ INLINE void momentum(T *m, A *u, Index size, A keep1, bool rounded) {
   }
 }
 
+// What is taken off a tensor: step u, or size times the momentum of it, and decay of p itself; see sizes in sweeps.py.
+template <class A>
+struct Size {
+  A step, size, decay;
+  bool still;
+};
+
+template <class A>
+Size<A> size_of(const Batch &batch, Index t) {
+  const Shape &s = batch.shapes[t];
+  A numel = A(s.batch * s.n * s.m), alpha = batch.template number<A>(RHO, t), d = batch.template number<A>(D, t);
+  if (batch.p2) {
+    A rms = std::sqrt(static_cast<const A *>(batch.p2)[t] / numel), eps2 = batch.template number<A>(EPS2, t);
+    alpha *= rms < eps2 ? eps2 : rms;
+  }
+  A clip = std::sqrt(static_cast<const A *>(batch.u2)[t] / numel) / d;
+  if (clip < 1 || std::isinf(d)) clip = 1;
+  Size<A> size{batch.template number<A>(SIGN, t) / clip, alpha, batch.template number<A>(DECAY, t),
+               batch.still && batch.still[t]};
+  if (batch.momentum != 2) size.step *= alpha;
+  if (batch.decay == 2) size.decay *= alpha;
+  return size;
+}
+
 template <class A>
 void apply_batch(const Batch &batch) {
   std::vector<Place> places;
@@ -832,27 +868,24 @@ void apply_batch(const Batch &batch) {
     Index t = tile.tensor;
     const Shape &s = batch.shapes[t];
     const Tensor &tensor = batch.tensors[t];
-    bool still = batch.still && batch.still[t];
-    if (still && !batch.momentum) return;
-    A step = static_cast<const A *>(batch.step)[t], keep1 = static_cast<const A *>(batch.keep1)[t];
-    A size_of_step = batch.size ? static_cast<const A *>(batch.size)[t] : 1;
-    A decay = batch.decay ? static_cast<const A *>(batch.decay)[t] : 0;
-    A cap = static_cast<const A *>(batch.cap)[t];
+    const Size<A> taken = size_of<A>(batch, t);
+    const A step = taken.step, cap = batch.template number<A>(CAP, t), keep1 = batch.template number<A>(KEEP1, t);
+    if (taken.still && !batch.momentum) return;
     A u[CHUNK];
     auto row = [&](const A *x, A root, const A *roots, Index width, Index at) {
       row_updates(x, root, roots, width, cap, step, u + at);
     };
     auto full = [&](const A *x, A *V, Index size) { full_updates(x, V, size, cap, step, u); };
     walk<A>(batch, places[t], tile, row, full, [&](Index start, Index size) {
-      if (still && !batch.size) std::fill(u, u + size, A(0));
+      if (taken.still && batch.momentum == 1) std::fill(u, u + size, A(0));
       if (batch.momentum) {
         with(s.moment, [&](auto *type) {
           using T = std::remove_reference_t<decltype(*type)>;
-          momentum(static_cast<T *>(tensor.moment) + start, u, size, keep1, batch.size != nullptr);
+          momentum(static_cast<T *>(tensor.moment) + start, u, size, keep1, batch.momentum == 2);
         });
-        if (still) return;
-        if (batch.size)
-          for (Index i = 0; i < size; ++i) u[i] *= size_of_step;
+        if (taken.still) return;
+        if (batch.momentum == 2)
+          for (Index i = 0; i < size; ++i) u[i] *= taken.size;
       }
       with(s.p, [&](auto *type) {
         using T = std::remove_reference_t<decltype(*type)>;
@@ -860,7 +893,7 @@ void apply_batch(const Batch &batch) {
         if (batch.decay) {
           for (Index i = 0; i < size; ++i) {
             A x = A(value(p[i]));
-            round_to(x - x * decay - u[i], p[i]);
+            round_to(x - x * taken.decay - u[i], p[i]);
           }
         } else {
           for (Index i = 0; i < size; ++i) round_to(A(value(p[i])) - u[i], p[i]);
