@@ -237,7 +237,7 @@ def test_a_step_reads_nothing_back_from_the_device(cls, foreach, options):
 def test_large_tensors_go_through_the_sweeps_one_by_one(cls, monkeypatch):
     """One wave of everything would need temporaries of the whole model's size."""
     sizes = []
-    monkeypatch.setattr(reference, "WAVE", 100)
+    monkeypatch.setattr(reference, "WAVE", 800)
     monkeypatch.setattr(
         "adafactor.batching.run",
         lambda batch, backend: (sizes.append(len(batch.items)), sweeps.run(batch, backend))[1],

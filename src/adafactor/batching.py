@@ -71,6 +71,15 @@ class Key(NamedTuple):
     device: torch.device
 
 
+class Member(NamedTuple):
+    """A parameter of a part: its place among those found, its group and plan, and the bytes of p and g an element."""
+
+    place: int
+    group: int
+    plan: Plan
+    width: int
+
+
 class Measured(NamedTuple):
     """What the last step measured of a parameter: the sum of its squares, and of how many."""
 
@@ -90,24 +99,25 @@ NOTHING = Columns((), (), (), (), (), (), ())
 class Part:
     """The parameters of one key: their places among those found, their groups and plans, and what a step needs."""
 
-    def __init__(self, key: Key, members: Sequence[tuple[int, int, Plan]]) -> None:
+    def __init__(self, key: Key, members: Sequence[Member]) -> None:
         self.key = key
-        self._places = [place for place, _, _ in members]
+        self._places = [member.place for member in members]
         # An empty tensor counts its steps and has nothing to compute.
-        full = [i for i, (_, _, plan) in enumerate(members) if plan.numel > 0]
-        self._plans = [members[i][2] for i in full]
-        self._full = [members[i][0] for i in full]
+        full = [i for i, member in enumerate(members) if member.plan.numel > 0]
+        self._plans = [members[i].plan for i in full]
+        self._full = [members[i].place for i in full]
         self._is_stacked = any(plan.slices for plan in self._plans)
         slices = [[item.plan for item in stacked(Item(plan, *[None] * 6))] for plan in self._plans]  # type: ignore[arg-type]
         plans = list(chain.from_iterable(slices))
         owners = [i for i, some in zip(full, slices, strict=True) for _ in some]
-        self._groups = sorted({group for _, group, _ in members})
-        self._which = torch.tensor([self._groups.index(members[i][1]) for i in owners], dtype=torch.int64)
+        self._groups = sorted({member.group for member in members})
+        self._which = torch.tensor([self._groups.index(members[i].group) for i in owners], dtype=torch.int64)
         self._owners = torch.tensor(owners, dtype=torch.int64)
+        sizes = [members[i].width * plan.numel for i, plan in zip(owners, plans, strict=True)]
         self._first = [owners.index(i) for i in full]
         self._numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype).to(key.device, non_blocking=True)
         self._p2 = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
-        self._waves = [(wave, self._batch(wave)) for wave in waves(plans, key.backend.WAVE)]
+        self._waves = [(wave, self._batch(wave)) for wave in waves(sizes, key.backend.WAVE)]
 
     def _batch(self, wave: slice) -> Batch:
         """A wave of no tensors yet."""
@@ -172,7 +182,7 @@ class Program:
         columns, steps = self.gather(found)
         self._facts = None if torch.compiler.is_compiling() else _facts(found, columns, steps)
 
-        members: dict[Key, list[tuple[int, int, Plan]]] = {}
+        members: dict[Key, list[Member]] = {}
         seen: set[int] = set()
         for place, (p, group, item) in enumerate(
             zip(found.params, groups, map(broadcasting, plans, *columns[1:]), strict=True)
@@ -186,7 +196,9 @@ class Program:
             if id(p) not in seen:
                 seen.add(id(p))
                 key = Key(backends.BACKENDS[name], setting.form, arithmetic(p), p.device)
-                members.setdefault(key, []).append((place, group, plans[place]))
+                members.setdefault(key, []).append(
+                    Member(place, group, item.plan, p.element_size() + item.g.element_size())
+                )
         self.parts = [Part(key, some) for key, some in members.items()]
 
     def columns(self, found: Found, settings: Sequence[Setting]) -> tuple[Columns, list[Tensor]] | None:

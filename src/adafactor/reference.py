@@ -17,8 +17,8 @@ from torch.linalg import vector_norm
 
 from .sweeps import Batch, Item, Scalar, scalars, sizes
 
-WAVE = 1 << 20
-"""Elements of a wave: a few megabytes, which stay in cache from sweep to sweep."""
+WAVE = 8 << 20
+"""Bytes of a wave, which stay in cache from sweep to sweep."""
 
 
 STAGE = 1 << 13

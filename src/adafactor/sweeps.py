@@ -88,7 +88,7 @@ class Backend(Protocol):
 
     @property
     def WAVE(self) -> int:  # noqa: N802, a module's constant
-        """About how many elements the sweeps should go over at a time."""
+        """About how many bytes of gradients and parameters the sweeps should go over at a time."""
         ...
 
     def observe(self, batch: Batch) -> Any:
@@ -163,16 +163,16 @@ def stacked(item: Item) -> list[Item]:
     return [each for part in parts for each in stacked(Item(inner, *part))]
 
 
-def waves(plans: Sequence[Plan], limit: int) -> Iterator[slice]:
-    """Cut tensors, in order, into runs of about limit elements; a larger one is a wave of its own."""
-    start = size = 0
-    for i, plan in enumerate(plans):
-        if i > start and size + plan.numel > limit:
+def waves(sizes: Sequence[int], limit: int) -> Iterator[slice]:
+    """Cut tensors of some sizes, in order, into runs of about a limit; a larger one is a wave of its own."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > limit:
             yield slice(start, i)
-            start, size = i, 0
-        size += plan.numel
-    if plans:
-        yield slice(start, len(plans))
+            start, total = i, 0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def scalars(values: Tensor) -> list[Scalar]:

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from ..sweeps import Batch, Item
 from . import kernel, strides
 
-WAVE = 1 << 21
-"""Elements of a wave: their gradients stay in the last level of cache from sweep to sweep."""
+WAVE = 16 << 20
+"""Bytes of a wave, which stay in the last level of cache from sweep to sweep (see docs/performance.md)."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _MOMENTUM = {None: 0, "after": 1, "before": 2}

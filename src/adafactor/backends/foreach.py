@@ -19,7 +19,7 @@ from ..reference import observe as observe
 from ..sweeps import Batch, scalars, sizes
 
 WAVE = maxsize
-"""Elements of a wave: all tensors at once."""
+"""Bytes of a wave: all tensors at once."""
 
 
 def measure(batch: Batch) -> Tensor:

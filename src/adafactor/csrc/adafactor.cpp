@@ -20,6 +20,10 @@
 #error "the sweeps are written with the vector types of GCC and Clang"
 #endif
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -34,6 +38,8 @@ struct Shape {
   Index factored;
   Index swapped;  // R belongs to the columns in memory, C to the rows
   Index p, g, moment;  // Type of each
+
+  Index numel() const { return batch * n * m; }
 };
 
 // Addresses. R is that of the rows in memory, C that of its columns: the other way round where the plan is swapped.
@@ -68,22 +74,24 @@ struct Batch {
 
 // Elements that one pass works on while they stay in the first level of cache.
 constexpr Index CHUNK = 1024;
+// Elements of a run, and how many streams of them a sweep that reads one tensor, or that writes another, goes along in
+// turn: the hardware fetches ahead for each of them. Bytes that apply asks for ahead.
+constexpr Index RUN = 256, STREAMS = 4, APPLY_STREAMS = 2, AHEAD = 1024;
 // Columns whose sums stay there too.
 constexpr Index STRIP = 4096;
-// Rows whose column sums are added in the arithmetic's own precision before they go into doubles.
+// Numbers that are added up in the arithmetic's own precision before they go into doubles.
 constexpr Index FLUSH = 256;
 // Tiles have between so many elements: enough to pay for their start, few enough for their column sums to be small.
 constexpr Index SMALL = 1 << 16, LARGE = 1 << 19;
 // Tiles a tensor is cut into while they are no smaller and no larger than that.
 constexpr Index PIECES = 32;
-// Elements of a task. Smaller tensors are put together.
-constexpr Index TASK = 1 << 15;
 
 Index cut(Index size, Index piece) { return (size + piece - 1) / piece; }
 
-// Part of a tensor, in memory: of rows first to last, counted through all its matrices, the columns j0 to j1.
+// Part of a tensor, in memory: of rows first to last, counted through all its matrices, the columns j0 to j1. It begins
+// after so many of the batch's elements.
 struct Tile {
-  Index tensor, first, last, j0, j1;
+  Index tensor, first, last, j0, j1, before;
 
   Index size() const { return (last - first) * (j1 - j0); }
 };
@@ -108,7 +116,7 @@ Index arrange(const Batch &batch, std::vector<Place> &places) {
     const Shape &s = batch.shapes[t];
     Place at{1, 1, s.m, s.n, 0, 0, 0, 0};
     if (s.factored) {
-      Index tile = std::min(std::max(s.batch * s.n * s.m / PIECES, SMALL), LARGE);
+      Index tile = std::min(std::max(s.numel() / PIECES, SMALL), LARGE);
       if (s.n * s.m > tile) {
         at.strip = s.m > STRIP ? balanced(s.m, STRIP, 16) : s.m;
         at.strips = cut(s.m, at.strip);
@@ -131,16 +139,18 @@ Index arrange(const Batch &batch, std::vector<Place> &places) {
 // The tiles of the factored gradients for observe, whose rows are all of one matrix or all of several.
 std::vector<Tile> blocks(const Batch &batch, const std::vector<Place> &places) {
   std::vector<Tile> tiles;
+  Index before = 0;
   for (Index t = 0; t < batch.k; ++t) {
     const Shape &s = batch.shapes[t];
     const Place &at = places[t];
-    if (!s.factored) continue;
     Index stack = at.strips * at.blocks > 1 ? 1 : std::max(SMALL / (s.n * s.m), Index{1});
-    for (Index b = 0; b < s.batch; b += stack)
+    for (Index b = 0; s.factored && b < s.batch; b += stack)
       for (Index i = 0; i < s.n; i += at.block)
-        for (Index j = 0; j < s.m; j += at.strip)
-          tiles.push_back({t, b * s.n + i, (std::min(b + stack, s.batch) - 1) * s.n + std::min(i + at.block, s.n), j,
-                           std::min(j + at.strip, s.m)});
+        for (Index j = 0; j < s.m; j += at.strip) {
+          Index first = b * s.n + i, last = (std::min(b + stack, s.batch) - 1) * s.n + std::min(i + at.block, s.n);
+          tiles.push_back({t, first, last, j, std::min(j + at.strip, s.m), before + first * s.m + j});
+        }
+    before += s.numel();
   }
   return tiles;
 }
@@ -148,12 +158,15 @@ std::vector<Tile> blocks(const Batch &batch, const std::vector<Place> &places) {
 // The tiles of all tensors for what sums no columns: contiguous.
 std::vector<Tile> pieces(const Batch &batch) {
   std::vector<Tile> tiles;
+  Index before = 0;
   for (Index t = 0; t < batch.k; ++t) {
     const Shape &s = batch.shapes[t];
     Index rows = std::max(SMALL / s.m, Index{1}), columns = std::min(s.m, SMALL);
     for (Index i = 0; i < s.batch * s.n; i += rows)
       for (Index j = 0; j < s.m; j += columns)
-        tiles.push_back({t, i, std::min(i + rows, s.batch * s.n), j, std::min(j + columns, s.m)});
+        tiles.push_back(
+            {t, i, std::min(i + rows, s.batch * s.n), j, std::min(j + columns, s.m), before + i * s.m + j});
+    before += s.numel();
   }
   return tiles;
 }
@@ -162,11 +175,14 @@ std::vector<Tile> pieces(const Batch &batch) {
 // count matrices, and j1 stands for the numbers of each.
 std::vector<Tile> matrices(const Batch &batch) {
   std::vector<Tile> tiles;
+  Index before = 0;
   for (Index t = 0; t < batch.k; ++t) {
     const Shape &s = batch.shapes[t];
-    Index stack = std::max(TASK / (s.n + s.m), Index{1});
-    for (Index b = 0; s.factored && b < s.batch; b += stack)
-      tiles.push_back({t, b, std::min(b + stack, s.batch), 0, s.n + s.m});
+    Index stack = std::max(SMALL / (s.n + s.m), Index{1});
+    for (Index b = 0; s.factored && b < s.batch; b += stack) {
+      tiles.push_back({t, b, std::min(b + stack, s.batch), 0, s.n + s.m, before});
+      before += tiles.back().size();
+    }
   }
   return tiles;
 }
@@ -176,38 +192,42 @@ using Callback = void (*)(Index, Index, void *);
 using ParallelFor = int32_t (*)(Index, Index, Index, Callback, void *);
 ParallelFor parallel_for = nullptr;
 
-// Runs f on every tile, tasks of several small ones at a time, first come, first served: no result depends on where or
-// when. Backwards, a sweep begins with what the one before it left in cache.
+// Runs f on every tile. Each thread has a share of the batch's elements, the same in every sweep, since what a core has
+// in its caches is far from the others; who is done helps the others, since a machine does other things too. No result
+// depends on who does what. Backwards, a sweep begins with what the one before it left in cache.
 template <class F>
 void over(const std::vector<Tile> &tiles, Index threads, bool backwards, const F &f) {
+  struct alignas(64) Share {
+    std::vector<Index> tiles;
+    std::atomic<Index> next{0};
+  };
   struct Work {
     const std::vector<Tile> &tiles;
-    std::vector<Index> starts;
+    std::vector<Share> shares;
     bool backwards;
     const F &f;
-    std::atomic<Index> next{0};
 
-    void run() {
-      Index tasks = Index(starts.size()) - 1;
-      for (Index task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-        Index at = backwards ? tasks - 1 - task : task;
-        for (Index i = starts[at]; i < starts[at + 1]; ++i) f(tiles[i], i);
+    void run(Index thread) {
+      for (size_t k = 0; k < shares.size(); ++k) {
+        Share &share = shares[(thread + k) % shares.size()];
+        Index size = Index(share.tiles.size());
+        for (Index i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < size;) {
+          Index tile = share.tiles[backwards ? size - 1 - i : i];
+          f(tiles[tile], tile);
+        }
       }
     }
-  } work{tiles, {0}, backwards, f};
-  Index size = 0;
-  for (Index i = 0; i < Index(tiles.size()); ++i) {
-    size += tiles[i].size();
-    if (size >= TASK || i + 1 == Index(tiles.size())) {
-      work.starts.push_back(i + 1);
-      size = 0;
-    }
-  }
-  threads = std::min(threads, Index(work.starts.size()) - 1);
-  if (threads > 1)
-    parallel_for(0, threads, 1, [](Index, Index, void *context) { static_cast<Work *>(context)->run(); }, &work);
-  else
-    work.run();
+  };
+  if (tiles.empty()) return;
+  threads = std::min(threads, Index(tiles.size()));
+  Index end = 0;
+  for (const Tile &tile : tiles) end = std::max(end, tile.before + tile.size());
+  Work work{tiles, std::vector<Share>(threads), backwards, f};
+  for (size_t i = 0; i < tiles.size(); ++i) work.shares[tiles[i].before * threads / end].tiles.push_back(Index(i));
+  if (threads == 1) return work.run(0);
+  parallel_for(0, threads, 1, [](Index first, Index last, void *context) {
+    for (Index i = first; i < last; ++i) static_cast<Work *>(context)->run(i);
+  }, &work);
 }
 
 struct Sweeps {
@@ -341,71 +361,67 @@ struct Float16 {
   uint16_t bits;
 };
 
-INLINE float as_float(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
+template <class To, class From>
+INLINE To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
 }
 
-INLINE uint32_t as_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
+// The conversions, for one number and for vectors of them: U is uint32_t or a vector of it, R float or a vector of it.
+
+// All ones where x > limit; both are below 2^31.
+template <class U>
+INLINE U exceeds(U x, uint32_t limit) {
+  return U{} - ((limit - x) >> 31);
+}
+
+template <class R, class U>
+INLINE R from_bfloat16(U x) {
+  return bits_of<R>(U(x << 16));
+}
+
+template <class R, class U>
+INLINE R from_float16(U x) {
+  U magnitude = (x & 0x7fff) << 13;
+  // The exponent's bias is 112 smaller; a product also makes normal numbers of denormal ones.
+  U bits = bits_of<U>(R(bits_of<R>(magnitude) * 0x1p112f));
+  return bits_of<R>(U(bits | (exceeds(magnitude, 0x0f7fffff) & 0x7f800000) | ((x & 0x8000) << 16)));
+}
+
+// To the nearest, ties to even; nan stays nan.
+template <class U, class R>
+INLINE U to_bfloat16(R x) {
+  U bits = bits_of<U>(x), nan = exceeds(U(bits & 0x7fffffff), 0x7f800000);
+  return (((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & ~nan) | (nan & 0x7fc0);
+}
+
+template <class U, class R>
+INLINE U to_float16(R x) {
+  U bits = bits_of<U>(x), magnitude = bits & 0x7fffffff;
+  U normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Below the smallest normal number, adding one half makes the sum round where the last place is.
+  U denormal = bits_of<U>(R(bits_of<R>(magnitude) + 0.5f)) - (126u << 23);
+  U is_normal = exceeds(magnitude, (113u << 23) - 1), is_special = exceeds(magnitude, (143u << 23) - 1);
+  U special = (exceeds(magnitude, 0x7f800000) & 0x200) | 0x7c00;
+  U finite = (normal & is_normal) | (denormal & ~is_normal);
+  return (finite & ~is_special) | (special & is_special) | ((bits >> 16) & 0x8000);
 }
 
 INLINE float value(float x) { return x; }
 INLINE double value(double x) { return x; }
-INLINE float value(Bfloat16 x) { return as_float(uint32_t{x.bits} << 16); }
-INLINE float value(Float16 x) {
-  uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
-  // The exponent's bias is 112 smaller; a product also makes normal numbers of denormal ones.
-  uint32_t bits = as_bits(as_float(magnitude) * 0x1p112f);
-  bits |= magnitude >= 0x0f800000 ? 0x7f800000 : 0;
-  return as_float(bits | sign);
-}
+INLINE float value(Bfloat16 x) { return from_bfloat16<float>(uint32_t{x.bits}); }
+INLINE float value(Float16 x) { return from_float16<float>(uint32_t{x.bits}); }
 
-// To the nearest, ties to even; nan stays nan.
 INLINE void round_to(float x, float &y) { y = x; }
 INLINE void round_to(double x, double &y) { y = x; }
 INLINE void round_to(double x, float &y) { y = float(x); }
 INLINE void round_to(float x, double &y) { y = x; }
-INLINE void round_to(float x, Bfloat16 &y) {
-  uint32_t bits = as_bits(x);
-  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  y.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-}
-INLINE void round_to(float x, Float16 &y) {
-  uint32_t bits = as_bits(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-  uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Below the smallest normal number, adding one half makes the sum round where the last place is.
-  uint32_t denormal = as_bits(as_float(magnitude) + 0.5f) - (126u << 23);
-  uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
-  uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-  y.bits = uint16_t((magnitude >= (143u << 23) ? special : finite) | sign);
-}
+INLINE void round_to(float x, Bfloat16 &y) { y.bits = uint16_t(to_bfloat16<uint32_t>(x)); }
+INLINE void round_to(float x, Float16 &y) { y.bits = uint16_t(to_float16<uint32_t>(x)); }
 INLINE void round_to(double x, Bfloat16 &y) { round_to(float(x), y); }
 INLINE void round_to(double x, Float16 &y) { round_to(float(x), y); }
-
-template <class T, class A>
-INLINE void widen(const T *x, A *y, Index size) {
-  for (Index i = 0; i < size; ++i) y[i] = A(value(x[i]));
-}
-
-template <class A, class T>
-INLINE void narrow(const A *x, T *y, Index size) {
-  for (Index i = 0; i < size; ++i) round_to(x[i], y[i]);
-}
-
-// x itself where it is of the arithmetic's type, else its values in the buffer.
-template <class A>
-INLINE const A *as(const A *x, A *, Index) {
-  return x;
-}
-template <class A, class T>
-INLINE const A *as(const T *x, A *buffer, Index size) {
-  widen(x, buffer, size);
-  return buffer;
-}
 
 // Calls f with a null pointer of the type.
 template <class F>
@@ -416,6 +432,18 @@ INLINE void with(Index type, const F &f) {
     case F16: return f(static_cast<Float16 *>(nullptr));
     default: return f(static_cast<double *>(nullptr));
   }
+}
+
+typedef uint32_t Words __attribute__((vector_size(BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(BYTES / 2)));
+
+INLINE Words widen(Halves x) {
+#if defined(__x86_64__) && BYTES == 32
+  // GCC makes two halves of it.
+  return (Words)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, Words);
+#endif
 }
 
 // 16 numbers, in as many registers as it takes.
@@ -430,23 +458,66 @@ struct Lanes {
     for (Index i = 0; i < COUNT; ++i) x.v[i] = Native{};
     return x;
   }
-  INLINE static Lanes load(const A *from) {
+  template <class T>
+  INLINE static Lanes load(const T *from) {
     Lanes x;
-    for (Index i = 0; i < COUNT; ++i) std::memcpy(&x.v[i], from + i * WIDTH, BYTES);
+    for (Index i = 0; i < COUNT; ++i) load(from + i * WIDTH, x.v[i]);
     return x;
   }
   // The first size numbers, then zeros.
-  INLINE static Lanes load(const A *from, Index size) {
-    A part[16] = {};
+  template <class T>
+  INLINE static Lanes load(const T *from, Index size) {
+    T part[16] = {};
     for (Index i = 0; i < size; ++i) part[i] = from[i];
     return load(part);
   }
-  INLINE void store(A *to) const {
-    for (Index i = 0; i < COUNT; ++i) std::memcpy(to + i * WIDTH, &v[i], BYTES);
+  template <class T>
+  INLINE void store(T *to) const {
+    for (Index i = 0; i < COUNT; ++i) store(v[i], to + i * WIDTH);
+  }
+  template <class T>
+  INLINE void store(T *to, Index size) const {
+    T part[16];
+    store(part);
+    for (Index i = 0; i < size; ++i) to[i] = part[i];
+  }
+
+  INLINE static void load(const A *from, Native &x) { std::memcpy(&x, from, BYTES); }
+  INLINE static void store(const Native &x, A *to) { std::memcpy(to, &x, BYTES); }
+  template <class T>
+  INLINE static void load(const T *from, Native &x) {
+    if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
+      Halves bits;
+      std::memcpy(&bits, from, sizeof bits);
+      Words words = widen(bits);
+      x = std::is_same<T, Bfloat16>::value ? from_bfloat16<Native>(words) : from_float16<Native>(words);
+    } else {
+      for (Index i = 0; i < WIDTH; ++i) x[i] = A(value(from[i]));
+    }
+  }
+  template <class T>
+  INLINE static void store(const Native &x, T *to) {
+    if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
+      Words words = std::is_same<T, Bfloat16>::value ? to_bfloat16<Words>(x) : to_float16<Words>(x);
+      Halves bits = __builtin_convertvector(words, Halves);
+      std::memcpy(to, &bits, sizeof bits);
+    } else {
+      for (Index i = 0; i < WIDTH; ++i) round_to(x[i], to[i]);
+    }
   }
   INLINE Lanes operator+(const Lanes &other) const {
     Lanes x;
     for (Index i = 0; i < COUNT; ++i) x.v[i] = v[i] + other.v[i];
+    return x;
+  }
+  INLINE Lanes operator-(const Lanes &other) const {
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) x.v[i] = v[i] - other.v[i];
+    return x;
+  }
+  INLINE Lanes operator*(A factor) const {
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) x.v[i] = v[i] * factor;
     return x;
   }
   INLINE Lanes square() const {
@@ -455,8 +526,7 @@ struct Lanes {
     return x;
   }
   // As gradients, under the inverse roots of a row and of columns.
-  INLINE Lanes update(A root, const A *roots, A cap) const {
-    Lanes x = load(roots);
+  INLINE Lanes update(A root, Lanes x, A cap) const {
     for (Index i = 0; i < COUNT; ++i) {
       Native inverse = root * x.v[i], limit = Native{} + cap;
       x.v[i] = v[i] * (limit < inverse ? limit : inverse);
@@ -472,9 +542,17 @@ struct Lanes {
   }
 };
 
+// Calls f with the start and the size of each run of a range, from several streams in turn.
+template <class F>
+INLINE void in_streams(Index first, Index last, const F &f) {
+  Index length = cut(last - first, STREAMS * RUN) * RUN;
+  for (Index i = 0; i < length; i += RUN)
+    for (Index start = first + i; start < last; start += length) f(start, std::min(RUN, last - start));
+}
+
 // The sum of squares of at most CHUNK numbers.
-template <class A>
-INLINE A sum_of_squares(const A *x, Index size) {
+template <class A, class T>
+INLINE A sum_of_squares(const T *x, Index size) {
   Lanes<A> sums[4] = {Lanes<A>::zero(), Lanes<A>::zero(), Lanes<A>::zero(), Lanes<A>::zero()};
   Index i = 0;
   for (; i + 64 <= size; i += 64)
@@ -489,31 +567,27 @@ INLINE A sum_of_squares(const A *x, Index size) {
 // The squares of ROWS rows, summed along each into rows, and over them into cols. m is at most CHUNK.
 template <Index ROWS, class A, class T>
 INLINE void observe_rows(const T *g, Index stride, Index m, A *rows, A *cols) {
-  A buffers[ROWS][CHUNK];
-  const A *x[ROWS];
   Lanes<A> sums[ROWS];
-  for (Index r = 0; r < ROWS; ++r) {
-    x[r] = as(g + r * stride, buffers[r], m);
-    sums[r] = Lanes<A>::zero();
-  }
-  Index j = 0;
-  for (; j + 16 <= m; j += 16) {
+  for (Index r = 0; r < ROWS; ++r) sums[r] = Lanes<A>::zero();
+  auto add = [&](auto &&load, Lanes<A> below) {
     Lanes<A> squares[ROWS];
     for (Index r = 0; r < ROWS; ++r) {
-      // The hardware fetches ahead within a page; the next rows are on others.
-      __builtin_prefetch(g + (r + ROWS) * stride + j);
-      squares[r] = Lanes<A>::load(x[r] + j).square();
+      squares[r] = load(g + r * stride).square();
       sums[r] = sums[r] + squares[r];
     }
     for (Index width = ROWS / 2; width > 0; width /= 2)
       for (Index r = 0; r < width; ++r) squares[r] = squares[r] + squares[r + width];
-    (Lanes<A>::load(cols + j) + squares[0]).store(cols + j);
+    return below + squares[0];
+  };
+  Index j = 0;
+  for (; j + 16 <= m; j += 16) {
+    // The hardware fetches ahead within a page; the next rows are on others.
+    for (Index r = 0; r < ROWS; ++r) __builtin_prefetch(g + (r + ROWS) * stride + j);
+    add([&](const T *x) { return Lanes<A>::load(x + j); }, Lanes<A>::load(cols + j)).store(cols + j);
   }
-  if (j < m) {
-    for (Index r = 0; r < ROWS; ++r) sums[r] = sums[r] + Lanes<A>::load(x[r] + j, m - j).square();
-    for (; j < m; ++j)
-      for (Index r = 0; r < ROWS; ++r) cols[j] += x[r][j] * x[r][j];
-  }
+  Index rest = m - j;
+  if (rest > 0)
+    add([&](const T *x) { return Lanes<A>::load(x + j, rest); }, Lanes<A>::load(cols + j, rest)).store(cols + j, rest);
   for (Index r = 0; r < ROWS; ++r) rows[r] += sums[r].sum();
 }
 
@@ -542,13 +616,15 @@ void observe_matrix(const T *g, Index stride, Index n, Index m, A *rows, A *cols
 // count matrices, one behind the other, of n rows of m columns, fewer than 16.
 template <class A, class T>
 void observe_narrow(const T *g, Index count, Index n, Index m, A *rows, A *cols) {
-  A squares[CHUNK], buffer[CHUNK];
+  A squares[CHUNK];
   double total[16] = {};
   Index all = count * n, step = CHUNK / m, left = n;
   for (Index start = 0; start < all; start += step) {
     Index end = std::min(start + step, all), size = (end - start) * m;
-    const A *x = as(g + start * m, buffer, size);
-    for (Index e = 0; e < size; ++e) squares[e] = x[e] * x[e];
+    for (Index e = 0; e < size; ++e) {
+      A x = A(value(g[start * m + e]));
+      squares[e] = x * x;
+    }
     const A *square = squares;
     for (Index i = start; i < end; ++i) {
       A sum = 0;
@@ -576,11 +652,7 @@ double observe_parameter(const Batch &batch, const Tile &tile) {
   with(s.p, [&](auto *type) {
     using T = std::remove_reference_t<decltype(*type)>;
     const T *p = static_cast<const T *>(batch.tensors[tile.tensor].p) + tile.first * s.m + tile.j0;
-    A buffer[CHUNK];
-    for (Index j = 0; j < tile.size(); j += CHUNK) {
-      Index size = std::min(tile.size() - j, CHUNK);
-      sum += sum_of_squares(as(p + j, buffer, size), size);
-    }
+    in_streams(0, tile.size(), [&](Index start, Index size) { sum += sum_of_squares<A>(p + start, size); });
   });
   return sum;
 }
@@ -627,6 +699,8 @@ void observe_batch(const Batch &batch) {
   arrange(batch, places);
   std::vector<Tile> tiles;
   if (batch.p2) tiles = pieces(batch);
+  // So that apply begins with those that were read last.
+  std::reverse(tiles.begin(), tiles.end());
   Index of_p = Index(tiles.size());
   for (const Tile &tile : blocks(batch, places)) tiles.push_back(tile);
   std::vector<double> parts(of_p);
@@ -717,57 +791,62 @@ void average_batch(const Batch &batch) {
 
 // measure and apply
 
-// Goes over a tile in runs of at most CHUNK elements: calls row with the gradient, the inverse roots of R and C and the
-// place in the run of each piece of a row, or full with the gradient and V of the run, and then end with where the run
-// begins and how long it is.
+// Goes over a tile in runs of at most RUN elements, from several streams in turn: calls row with the gradient, the
+// inverse roots of R and C, and where it begins and how long it is for each piece of a row, or full with the gradient,
+// the start and the size of the run, and then end with the start and the size of the run.
 template <class A, class Row, class Full, class End>
-INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, const Row &row, const Full &full,
-                 const End &end) {
+INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index streams, const Row &row,
+                 const Full &full, const End &end) {
   const Shape &s = batch.shapes[tile.tensor];
-  const Tensor &tensor = batch.tensors[tile.tensor];
   with(s.g, [&](auto *type) {
     using T = std::remove_reference_t<decltype(*type)>;
-    const T *g = static_cast<const T *>(tensor.g);
-    A buffer[CHUNK];
+    const T *g = static_cast<const T *>(batch.tensors[tile.tensor].g);
     if (!s.factored) {
-      for (Index start = tile.j0; start < tile.j1; start += CHUNK) {
-        Index size = std::min(tile.j1 - start, CHUNK);
-        full(as(g + start, buffer, size), static_cast<A *>(tensor.V) + start, size);
+      in_streams(tile.j0, tile.j1, [&](Index start, Index size) {
+        full(g + start, start, size);
         end(start, size);
-      }
+      });
       return;
     }
-    const A *r = static_cast<const A *>(batch.scratch) + at.rows;
-    const A *c = static_cast<const A *>(batch.scratch) + at.cols + tile.first / s.n * s.m;
-    Index m = tile.j1 - tile.j0, left = s.n - tile.first % s.n, rows = std::max(CHUNK / m, Index{1});
-    for (Index i = tile.first; i < tile.last; i += rows) {
-      rows = std::min(rows, tile.last - i);
-      for (Index j = tile.j0; j < tile.j1; j += CHUNK) {
-        Index start = i * s.m + j, width = std::min(tile.j1 - j, CHUNK), size = width * rows;
-        const A *x = as(g + start, buffer, size);
-        for (Index k = 0; k < rows; ++k) {
-          row(x + k * width, r[i + k], c + j, width, k * width);
-          if (j + width == tile.j1 && --left == 0) {
-            c += s.m;
+    const A *r = static_cast<const A *>(batch.scratch) + at.rows, *c = static_cast<const A *>(batch.scratch) + at.cols;
+    Index m = tile.j1 - tile.j0;
+    if (m < RUN) {
+      Index left = s.n - tile.first % s.n, rows = RUN / m;
+      c += tile.first / s.n * m;
+      for (Index i = tile.first; i < tile.last; i += rows) {
+        rows = std::min(rows, tile.last - i);
+        for (Index k = i; k < i + rows; ++k) {
+          row(g + k * m, r[k], c, k * m, m);
+          if (--left == 0) {
+            c += m;
             left = s.n;
           }
         }
-        end(start, size);
+        end(i * m, rows * m);
       }
+      return;
     }
+    Index rows = cut(tile.last - tile.first, streams);
+    for (Index i = tile.first; i < tile.first + rows; ++i)
+      for (Index j = tile.j0; j < tile.j1; j += RUN)
+        for (Index k = i; k < tile.last; k += rows) {
+          Index start = k * s.m + j, size = std::min(tile.j1 - j, RUN);
+          row(g + start, r[k], c + k / s.n * s.m + j, start, size);
+          end(start, size);
+        }
   });
 }
 
 // step times u, of one piece of a row.
-template <class A>
-INLINE void row_updates(const A *x, A root, const A *roots, Index size, A cap, A step, A *u) {
-  for (Index i = 0; i < size; ++i) u[i] = x[i] * capped(root * roots[i], cap) * step;
+template <class A, class T>
+INLINE void row_updates(const T *g, A root, const A *roots, Index size, A cap, A step, A *u) {
+  for (Index i = 0; i < size; ++i) u[i] = A(value(g[i])) * capped(root * roots[i], cap) * step;
 }
 
 // step times u, without factors.
-template <class A>
-INLINE void full_updates(const A *x, const A *V, Index size, A cap, A step, A *u) {
-  for (Index i = 0; i < size; ++i) u[i] = x[i] * capped(inverse_root(V[i]), cap) * step;
+template <class A, class T>
+INLINE void full_updates(const T *g, const A *V, Index size, A cap, A step, A *u) {
+  for (Index i = 0; i < size; ++i) u[i] = A(value(g[i])) * capped(inverse_root(V[i]), cap) * step;
 }
 
 template <class A>
@@ -778,41 +857,51 @@ void measure_batch(const Batch &batch) {
   std::vector<double> parts(tiles.size());
   over(tiles, batch.threads, true, [&](const Tile &tile, Index index) {
     Index t = tile.tensor;
+    A *V = static_cast<A *>(batch.tensors[t].V);
     bool narrow = batch.shapes[t].factored && batch.shapes[t].m < 16;
     A b = batch.template number<A>(B, t), e = batch.template number<A>(ADDED, t);
     A cap = batch.template number<A>(CAP, t);
-    A u[CHUNK];
+    A u[RUN];
     double sum = 0;
+    Index unread = 0;
     Lanes<A> sums[2] = {Lanes<A>::zero(), Lanes<A>::zero()};
     walk<A>(
-        batch, places[t], tile,
-        [&](const A *x, A root, const A *roots, Index size, Index at) {
-          if (narrow) return row_updates(x, root, roots, size, cap, A(1), u + at);
+        batch, places[t], tile, STREAMS,
+        [&](auto *g, A root, const A *roots, Index, Index size) {
+          if (narrow) return row_updates(g, root, roots, size, cap, A(1), u + (unread += size) - size);
           Index i = 0;
           for (; i + 32 <= size; i += 32)
-            for (Index k = 0; k < 2; ++k)
-              sums[k] = sums[k] + Lanes<A>::load(x + i + 16 * k).update(root, roots + i + 16 * k, cap).square();
+            for (Index k = 0; k < 2; ++k) {
+              Index j = i + 16 * k;
+              sums[k] = sums[k] + Lanes<A>::load(g + j).update(root, Lanes<A>::load(roots + j), cap).square();
+            }
           if (i + 16 <= size) {
-            sums[0] = sums[0] + Lanes<A>::load(x + i).update(root, roots + i, cap).square();
+            sums[0] = sums[0] + Lanes<A>::load(g + i).update(root, Lanes<A>::load(roots + i), cap).square();
             i += 16;
           }
-          if (i < size) {
-            A rest[16] = {};
-            row_updates(x + i, root, roots + i, size - i, cap, A(1), rest);
-            sums[1] = sums[1] + Lanes<A>::load(rest).square();
-          }
+          Index rest = size - i;
+          if (rest > 0)
+            sums[1] = sums[1] + Lanes<A>::load(g + i, rest).update(root, Lanes<A>::load(roots + i, rest), cap).square();
         },
-        [&](const A *x, A *V, Index size) {
-          for (Index i = 0; i < size; ++i) V[i] = lerp(V[i], x[i] * x[i] + e, b);
-          full_updates(x, V, size, cap, A(1), u);
-          sum += sum_of_squares(u, size);
+        [&](auto *g, Index start, Index size) {
+          for (Index i = 0; i < size; ++i) {
+            A x = A(value(g[i]));
+            V[start + i] = lerp(V[start + i], x * x + e, b);
+          }
+          full_updates(g, V + start, size, cap, A(1), u);
+          sum += sum_of_squares<A>(u, size);
         },
         [&](Index, Index size) {
-          if (narrow) sum += sum_of_squares(u, size);
-          sum += (sums[0] + sums[1]).sum();
-          sums[0] = sums[1] = Lanes<A>::zero();
+          if (narrow) {
+            sum += sum_of_squares<A>(u, size);
+            unread = 0;
+          } else if ((unread += size) >= FLUSH * 16) {
+            sum += (sums[0] + sums[1]).sum();
+            sums[0] = sums[1] = Lanes<A>::zero();
+            unread = 0;
+          }
         });
-    parts[index] = sum;
+    parts[index] = sum + (sums[0] + sums[1]).sum();
   });
   total<A>(batch, tiles, parts, batch.u2);
 }
@@ -846,7 +935,7 @@ struct Size {
 template <class A>
 Size<A> size_of(const Batch &batch, Index t) {
   const Shape &s = batch.shapes[t];
-  A numel = A(s.batch * s.n * s.m), alpha = batch.template number<A>(RHO, t), d = batch.template number<A>(D, t);
+  A numel = A(s.numel()), alpha = batch.template number<A>(RHO, t), d = batch.template number<A>(D, t);
   if (batch.p2) {
     A rms = std::sqrt(static_cast<const A *>(batch.p2)[t] / numel), eps2 = batch.template number<A>(EPS2, t);
     alpha *= rms < eps2 ? eps2 : rms;
@@ -860,6 +949,23 @@ Size<A> size_of(const Batch &batch, Index t) {
   return size;
 }
 
+// Takes step u, and decay of p, off one piece of a row.
+template <class A, class G, class P>
+INLINE void apply_row(const G *g, A root, const A *roots, Index size, A cap, const Size<A> &taken, bool decays, P *p) {
+  auto change = [&](Lanes<A> x, Lanes<A> g, Lanes<A> roots) {
+    return (decays ? x - x * taken.decay : x) - g.update(root, roots, cap) * taken.step;
+  };
+  Index i = 0;
+  for (; i + 16 <= size; i += 16) {
+    __builtin_prefetch(reinterpret_cast<const char *>(g + i) + AHEAD);
+    __builtin_prefetch(reinterpret_cast<const char *>(p + i) + AHEAD);
+    change(Lanes<A>::load(p + i), Lanes<A>::load(g + i), Lanes<A>::load(roots + i)).store(p + i);
+  }
+  Index rest = size - i;
+  if (rest > 0)
+    change(Lanes<A>::load(p + i, rest), Lanes<A>::load(g + i, rest), Lanes<A>::load(roots + i, rest)).store(p + i, rest);
+}
+
 template <class A>
 void apply_batch(const Batch &batch) {
   std::vector<Place> places;
@@ -871,12 +977,28 @@ void apply_batch(const Batch &batch) {
     const Size<A> taken = size_of<A>(batch, t);
     const A step = taken.step, cap = batch.template number<A>(CAP, t), keep1 = batch.template number<A>(KEEP1, t);
     if (taken.still && !batch.momentum) return;
-    A u[CHUNK];
-    auto row = [&](const A *x, A root, const A *roots, Index width, Index at) {
-      row_updates(x, root, roots, width, cap, step, u + at);
+    auto none = [](auto &&...) {};
+    if (s.factored && s.m >= 16 && !batch.momentum)
+      return walk<A>(
+          batch, places[t], tile, APPLY_STREAMS,
+          [&](auto *g, A root, const A *roots, Index start, Index size) {
+            with(s.p, [&](auto *type) {
+              using T = std::remove_reference_t<decltype(*type)>;
+              apply_row(g, root, roots, size, cap, taken, batch.decay != 0, static_cast<T *>(tensor.p) + start);
+            });
+          },
+          none, none);
+    A u[RUN];
+    Index filled = 0;
+    auto row = [&](auto *g, A root, const A *roots, Index, Index size) {
+      row_updates(g, root, roots, size, cap, step, u + filled);
+      filled += size;
     };
-    auto full = [&](const A *x, A *V, Index size) { full_updates(x, V, size, cap, step, u); };
-    walk<A>(batch, places[t], tile, row, full, [&](Index start, Index size) {
+    auto full = [&](auto *g, Index start, Index size) {
+      full_updates(g, static_cast<const A *>(tensor.V) + start, size, cap, step, u);
+    };
+    walk<A>(batch, places[t], tile, APPLY_STREAMS, row, full, [&](Index start, Index size) {
+      filled = 0;
       if (taken.still && batch.momentum == 1) std::fill(u, u + size, A(0));
       if (batch.momentum) {
         with(s.moment, [&](auto *type) {
@@ -890,13 +1012,9 @@ void apply_batch(const Batch &batch) {
       with(s.p, [&](auto *type) {
         using T = std::remove_reference_t<decltype(*type)>;
         T *p = static_cast<T *>(tensor.p) + start;
-        if (batch.decay) {
-          for (Index i = 0; i < size; ++i) {
-            A x = A(value(p[i]));
-            round_to(x - x * taken.decay - u[i], p[i]);
-          }
-        } else {
-          for (Index i = 0; i < size; ++i) round_to(A(value(p[i])) - u[i], p[i]);
+        for (Index i = 0; i < size; ++i) {
+          A x = A(value(p[i]));
+          round_to((batch.decay ? x - x * taken.decay : x) - u[i], p[i]);
         }
       });
     });
