@@ -77,7 +77,7 @@ def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> N
     for name, (shape, dtype) in tensors(plan, rule, layout, arithmetic(p)).items():
         kept = state.get(name)
         if kept is None:
-            state[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+            state[name] = _zeros(p, name, shape, dtype, plan, layout)
         elif kept.dtype != dtype or kept.device != p.device:
             state[name] = kept.to(p.device, dtype)
 
@@ -92,8 +92,18 @@ def copy_for(p: Tensor, state: Mapping[str, Any], plan: Plan, rule: Rule, layout
             _, dtype = kept.get(name, (None, value.dtype))
             device = value.device if name == "step" else p.device
             value = value.detach().to(device, dtype, copy=True)
+            if not p.is_contiguous() and name in kept and value.shape == kept[name][0]:
+                value = _zeros(p, name, *kept[name], plan, layout).copy_(value)
         copy[name] = value
     return copy
+
+
+def _zeros(p: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, plan: Plan, layout: Layout) -> Tensor:
+    """Zeros whose dims lie in memory in the order of p's, so that a kernel can go along both."""
+    whole = {layout.row: plan.row_shape, layout.col: plan.col_shape}.get(name, plan.shape)
+    order = sorted(range(p.dim()), key=lambda i: -p.stride(i))
+    zeros = torch.zeros([whole[i] for i in order], dtype=dtype, device=p.device)
+    return zeros.permute([order.index(i) for i in range(p.dim())]).view(shape)
 
 
 def _counts(state: Mapping[str, Any]) -> bool:

@@ -464,10 +464,11 @@ struct Lanes {
     for (Index i = 0; i < COUNT; ++i) load(from + i * WIDTH, x.v[i]);
     return x;
   }
-  // The first size numbers, then zeros.
+  // The first size numbers, then the filling.
   template <class T>
-  INLINE static Lanes load(const T *from, Index size) {
-    T part[16] = {};
+  INLINE static Lanes load(const T *from, Index size, T filling = T{}) {
+    T part[16];
+    std::fill(part, part + 16, filling);
     for (Index i = 0; i < size; ++i) part[i] = from[i];
     return load(part);
   }
@@ -880,8 +881,10 @@ void measure_batch(const Batch &batch) {
             i += 16;
           }
           Index rest = size - i;
+          // A row of zeros has an infinite root: by 0 it would make nan of what is no element.
           if (rest > 0)
-            sums[1] = sums[1] + Lanes<A>::load(g + i, rest).update(root, Lanes<A>::load(roots + i, rest), cap).square();
+            sums[1] = sums[1] +
+                      Lanes<A>::load(g + i, rest).update(root, Lanes<A>::load(roots + i, rest, A(1)), cap).square();
         },
         [&](auto *g, Index start, Index size) {
           for (Index i = 0; i < size; ++i) {
