@@ -138,8 +138,8 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
         dtype: what the arithmetic runs in.
         device: where the tensors are.
     """
-    limits = torch.finfo(dtype)
-    table = torch.tensor([_row(rule, limits.eps) for rule in rules], dtype=torch.float64)[which]
+    kind, by_lr = rules[0].rho, rules[0].decay_by == "lr"
+    table = torch.tensor([_column(rule, dtype) for rule in rules], dtype=torch.float64).t()[:, which]
     t = t.double()
     still: Tensor | None = None
     if any(isinstance(rule.lr, Tensor) for rule in rules):
@@ -149,45 +149,45 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
         each = [torch.as_tensor(rule.lr, dtype=wide, device=device).reshape(()) for rule in rules]
         lr = torch.stack(each)[which.to(device, non_blocking=True)]
         still = lr == 0
-    else:
-        lr = table[:, 0]
-        if any(rule.lr == 0 for rule in rules):
-            still = lr == 0
-    _, tau, offset, least_b, added, floor, eps2, d, weight_decay, keep1, sign = table.unbind(1)
-    form = rules[0].form
-    rows = {
-        "b": torch.maximum((t - offset).clamp(min=1) ** tau, least_b),
-        "rho": _rho(form.rho, lr, t),
-        "added": added,
-        "floor": floor.clamp(min=limits.tiny),
-        "cap": floor.reciprocal().clamp(max=limits.tiny**-0.5),
-        "eps2": eps2,
-        "d": d,
+        table[_RHO] = lr
+        if by_lr:
+            table[_DECAY] = 1 - (1 - table[_DECAY] * lr).to(dtype).to(wide)
+    elif any(rule.lr == 0 for rule in rules):
+        still = (table[_RHO] == 0).to(device, non_blocking=True)
+    tau, offset, least_b = table[len(ROWS) :]
+    table[_B] = (t - offset).clamp_(min=1).pow_(tau).maximum(least_b)
+    if kind != "constant":
+        table[_RHO] = _rho(kind, table[_RHO], t)
+    return Numbers(table[: len(ROWS)].to(dtype).to(device, non_blocking=True), still)
+
+
+_B, _RHO, _DECAY = map(ROWS.index, ("b", "rho", "decay"))
+
+
+def _column(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
+    """What is known of ROWS without the step count, and tau, offset and the smallest b; rho is lr so far."""
+    limits = torch.finfo(dtype)
+    eps1 = limits.eps if rule.eps1 is None else rule.eps1
+    floor = eps1 if rule.eps1_in == "floor" else 0.0
+    lr = 0.0 if isinstance(rule.lr, Tensor) else rule.lr
+    decay = rule.weight_decay
+    if decay and rule.decay_by == "lr" and not isinstance(rule.lr, Tensor):
         # Rounded as torch rounds it, which multiplies by 1 - lambda: over many steps the difference adds up.
-        "decay": 1 - (1 - weight_decay * lr).to(dtype).to(weight_decay.dtype) if form.decay == "lr" else weight_decay,
-        "keep1": keep1,
-        "sign": sign,
-    }
-    if still is not None:
-        still = still.to(device, non_blocking=True)
-    return Numbers(torch.stack([rows[name] for name in ROWS]).to(dtype).to(device, non_blocking=True), still)
-
-
-def _row(rule: Rule, machine_eps: float) -> tuple[float, ...]:
-    eps1 = machine_eps if rule.eps1 is None else rule.eps1
-    in_statistics = rule.eps1_in == "statistics"
+        decay = 1 - float(torch.tensor(1 - decay * lr, dtype=dtype))
     return (
-        0.0 if isinstance(rule.lr, Tensor) else rule.lr,
+        0.0,
+        lr,
+        eps1 - floor,
+        max(floor, limits.tiny),
+        min(1 / floor if floor else inf, limits.tiny**-0.5),
+        rule.eps2,
+        inf if rule.d is None else rule.d,
+        decay,
+        1.0 if rule.beta1 is None else 1.0 - rule.beta1,
+        -1.0 if rule.maximize else 1.0,
         rule.tau,
         rule.offset,
         1.0 - rule.cap,
-        eps1 if in_statistics else 0.0,
-        0.0 if in_statistics else eps1,
-        rule.eps2,
-        inf if rule.d is None else rule.d,
-        rule.weight_decay,
-        1.0 if rule.beta1 is None else 1.0 - rule.beta1,
-        -1.0 if rule.maximize else 1.0,
     )
 
 

@@ -101,7 +101,8 @@ def copy_for(p: Tensor, state: Mapping[str, Any], plan: Plan, rule: Rule, layout
 def _zeros(p: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, plan: Plan, layout: Layout) -> Tensor:
     """Zeros whose dims lie in memory in the order of p's, so that a kernel can go along both."""
     whole = {layout.row: plan.row_shape, layout.col: plan.col_shape}.get(name, plan.shape)
-    order = sorted(range(p.dim()), key=lambda i: -p.stride(i))
+    stride = p.stride()
+    order = sorted(range(p.dim()), key=lambda i: -stride[i])
     zeros = torch.zeros([whole[i] for i in order], dtype=dtype, device=p.device)
     return zeros.permute([order.index(i) for i in range(p.dim())]).view(shape)
 

@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL:
     if kernel.adafactor_interface() != INTERFACE:
         raise OSError("it was built for another version of adafactor; reinstall it")
     try:
-        parallel_for = _torch_library().torch_parallel_for
+        parallel_for = torch_library().torch_parallel_for
     except AttributeError:
         raise OSError(f"torch {torch.__version__} does not export torch_parallel_for") from None
     kernel.adafactor_start.argtypes = [_ADDRESS]
@@ -77,6 +77,7 @@ def instruction_sets() -> list[str]:
     return names
 
 
-def _torch_library() -> ctypes.CDLL:
+def torch_library() -> ctypes.CDLL:
+    """The library of torch that exports its C functions."""
     name = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))

@@ -6,11 +6,15 @@ import typer
 
 from .. import __version__
 from .arguments import flag
+from .bench import bench
+from .doctor import doctor
 from .errors import OneLineGroup
 from .train import train
 
 app = typer.Typer(cls=OneLineGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
+app.command()(bench)
+app.command()(doctor)
 
 
 def _version(asked: bool) -> None:

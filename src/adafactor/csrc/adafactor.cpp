@@ -85,6 +85,8 @@ constexpr Index FLUSH = 256;
 constexpr Index SMALL = 1 << 16, LARGE = 1 << 19;
 // Tiles a tensor is cut into while they are no smaller and no larger than that.
 constexpr Index PIECES = 32;
+// Elements that are not worth a second thread.
+constexpr Index ALONE = 1 << 14;
 
 Index cut(Index size, Index piece) { return (size + piece - 1) / piece; }
 
@@ -219,9 +221,9 @@ void over(const std::vector<Tile> &tiles, Index threads, bool backwards, const F
     }
   };
   if (tiles.empty()) return;
-  threads = std::min(threads, Index(tiles.size()));
   Index end = 0;
   for (const Tile &tile : tiles) end = std::max(end, tile.before + tile.size());
+  threads = std::min({threads, Index(tiles.size()), cut(end, ALONE)});
   Work work{tiles, std::vector<Share>(threads), backwards, f};
   for (size_t i = 0; i < tiles.size(); ++i) work.shares[tiles[i].before * threads / end].tiles.push_back(Index(i));
   if (threads == 1) return work.run(0);
