@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from adafactor import __main__, __version__
+from adafactor.backends import kernel
 from adafactor.cli import app, progress, report
 from adafactor.cli.report import printable
 from adafactor.cli.signals import StopSignals
@@ -448,3 +449,69 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         __main__.main()
     assert left.value.code == 2
     assert capsys.readouterr().err == 'adafactor\'s commands need the cli extra: pip install "adafactor[cli]"\n'
+
+
+def test_the_doctor_says_what_takes_a_step(monkeypatch):
+    """Whoever wonders why a step is slow gets the answer, and a script an exit status."""
+    monkeypatch.setenv("COLUMNS", "200")
+    well = adafactor("doctor")
+    expected = "by reference (there is none: " if kernel.missing() else "by cpu, and right"
+    assert all(f"{dtype} step" in well.stdout for dtype in ("float32", "bfloat16", "float16", "float64"))
+    assert well.stdout.count(expected) == 4
+    assert well.exit_code == (1 if kernel.missing() else 0)
+    monkeypatch.setenv("ADAFACTOR_BACKEND", "reference")
+    forced = adafactor("doctor")
+    assert forced.exit_code == 1
+    assert forced.stdout.count("by reference, and right") == 4
+    assert os.environ["ADAFACTOR_BACKEND"] == "reference"
+
+
+def test_the_doctor_refuses_an_unknown_backend(monkeypatch):
+    monkeypatch.setenv("ADAFACTOR_BACKEND", "gpu")
+    result = adafactor("doctor")
+    assert result.exit_code == 2
+    assert "should be one of reference, foreach, cpu, got 'gpu'" in result.stderr
+
+
+def test_the_doctor_finds_a_kernel_that_computes_wrongly(monkeypatch):
+    if kernel.missing():
+        pytest.skip("there is no kernel")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("adafactor.backends.cpu.apply", lambda batch, u2: None)
+    result = adafactor("doctor")
+    assert result.exit_code == 1
+    assert result.stdout.count("WRONG by") == 4
+
+
+def test_bench_compares_on_the_users_shapes():
+    result = adafactor("bench", "8x6", "2*5", "--seconds", "0.01", "--dtype", "bfloat16", "--threads", "1", "--json")
+    found = json.loads(result.stdout)
+    assert found["parameters"] == 58
+    assert found["threads"] == 1
+    assert {"adafactor", "torch Adafactor", "torch AdamW fused", "transformers Adafactor"} == set(found["optimizers"])
+    for each in found["optimizers"].values():
+        assert each["seconds"] > 0
+        assert each["ratio"] > 0
+        assert each["steps"] >= 7
+    assert found["optimizers"]["adafactor"]["ratio"] == 1
+    shown = adafactor("bench", "8x6", "--seconds", "0.01").stdout
+    assert "48 float32 parameters" in shown
+    assert "torch AdamW fused" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["8y6"], "a shape should be like 4096x4096, 200*64x64, 768 or gpt2, got '8y6'"),
+        (["0x4"], "a shape should have at least one element, got '0x4'"),
+        (["4", "--dtype", "float64"], "--dtype should be one of float32, float16, bfloat16, got 'float64'"),
+        (["4", "--threads", "0"], "--threads should be at least 1, got 0"),
+        (["4", "--seconds", "0"], "--seconds should be a finite number > 0, got 0.0"),
+        (["4", "--seconds", "soon"], "must be a number, got 'soon'"),
+    ],
+)
+def test_bench_refuses_in_one_line(arguments, message):
+    result = adafactor("bench", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -64,8 +64,8 @@ def _error(dtype: torch.dtype) -> float:
     """How far a step is from the one of plain PyTorch in float64."""
     p = _parameter(dtype)
     assert p.grad is not None
-    exact = Parameter(p.detach().double())
-    exact.grad = p.grad.double()
+    exact = Parameter(p.detach().double().clone())
+    exact.grad = p.grad.double().clone()
     Adafactor([p], lr=0.1, eps=(1e-7, 1e-3)).step()
     forced = os.environ.pop(backends.VARIABLE, None)
     Adafactor([exact], lr=0.1, eps=(1e-7, 1e-3), fused=False).step()
