@@ -2,10 +2,14 @@
 
 import gc
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from helpers import parameters, random_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adafactor import Adafactor
 from adafactor.backends import cpu, kernel, why
@@ -91,6 +96,16 @@ def test_every_rule_in_every_pair_of_dtypes(rule, of_p, of_g):
 def test_any_shape(shape, rule, pair, seed):
     start, steps = random_steps([shape], 1, seed)
     assert_right(rule, [start[0].to(pair[0])], [[steps[0][0].to(pair[1])]])
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 5120), (1, 5000), (4, 11008), (20, 2, 5000), (2, 65546), (3, 65791), (2, 65539, 3)]
+)
+@pytest.mark.parametrize("rule", ["torch", "momentum after, decay by alpha"])
+def test_few_long_rows(shape, rule):
+    """As in low-rank adapters: 8 rows of the model's width."""
+    start, steps = random_steps([shape], 1)
+    assert_right(rule, start, steps)
 
 
 @pytest.mark.parametrize("shape", [(10_000_000, 2), (2, 10_000_000), (3_000, 5_000), (20_000_000,)])
@@ -341,6 +356,117 @@ def test_a_step_takes_no_memory(shape, dtype):
     assert float(run.stdout) <= 0.01
 
 
+# Around the step
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_does_not_matter(dtype):
+    start, steps = random_steps([(4, 3)] * 20, 3)
+    expected, _ = twins("torch", start, steps, True)
+    torch.set_default_dtype(dtype)
+    try:
+        path, _ = twins("torch", start, steps, True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(path[-1], expected[-1], strict=True))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_default_device_does_not_matter(fused):
+    """Who makes a model on a device by default may have some parameters on the CPU."""
+    start, steps = random_steps([(4, 3), (5,)], 3)
+    expected, _ = twins("momentum after, decay by alpha", start, steps, fused)
+    with torch.device("meta"):
+        path, optimizer = twins("momentum after, decay by alpha", start, steps, fused)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(path[-1], expected[-1], strict=True))
+
+
+def test_modes_that_watch_operations_see_them():
+    """A kernel behind PyTorch's back would make a profiler of operations blind, and write to fake memory."""
+
+    class Counting(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen += 1
+            return function(*args, **(kwargs or {}))
+
+    p = strided(lambda: torch.randn(6, 5))
+    optimizer = Adafactor([p])
+    optimizer.step()
+    with Counting() as mode:
+        assert "dispatch mode" in why(optimizer)[0].reason
+        optimizer.step()
+    assert mode.seen > 10
+    assert why(optimizer)[0].backend == "cpu"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_can_step_a_small_model():
+    """The pool's other threads do not live in it: who waits for them hangs for ever. As in torch, up to some size."""
+    start, steps = random_steps([(64, 64), (20, 30), (64,)], 1)
+    params = parameters(start)
+    optimizer = Adafactor(params, fused=True)
+    for p, g in zip(params, steps[0], strict=True):
+        p.grad = g
+    optimizer.step()
+    child = os.fork()
+    if child == 0:
+        optimizer.step()
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
+
+
+def test_denormal_numbers_of_float16_where_the_processor_flushes_floats():
+    p, q = Parameter(torch.tensor([3e-5, 1.0]).half()), Parameter(torch.tensor([3e-5, 1.0]).half())
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormal numbers")
+    try:
+        for x, fused in ((p, True), (q, False)):
+            x.grad = torch.tensor([0.0, 3e-5]).half()
+            Adafactor([x], lr=0.1, eps=(1e-12, 1e-3), fused=fused).step()
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(p, q)
+    assert float(p.detach()[0]) == pytest.approx(3e-5, rel=1e-2)
+    assert float(p.detach()[1]) < 0.95
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_inference_mode_may_come_and_go(fused):
+    p = strided(lambda: torch.randn(4, 4))
+    optimizer = Adafactor([p], fused=fused)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    assert int(optimizer.state[p]["step"]) == 2
+
+
+def test_an_error_in_a_sweep_keeps_nothing_alive(monkeypatch):
+    p = strided(lambda: torch.randn(4, 4))
+    optimizer = Adafactor([p])
+    optimizer.step()
+
+    def fail(batch):
+        raise MemoryError
+
+    monkeypatch.setattr(cpu, "measure", fail)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    g = weakref.ref(p.grad)
+    p.grad = None
+    gc.collect()
+    assert g() is None
+
+
 # What is remembered of a step
 
 
@@ -355,7 +481,8 @@ def follow(change, shapes=((6, 5), (7,)), options=(), steps=4):
             if t == 2:
                 change(optimizer, params)
             for p, g in zip(params, grads[t], strict=True):
-                p.grad = g.to(p.dtype).reshape(p.shape)
+                p.grad = None
+                p.grad = g.to(p.dtype)[: len(p)]
             optimizer.step()
         results.append([p.detach().float() for p in params])
     for mine, plain in zip(*results, strict=True):
@@ -378,6 +505,12 @@ def load(optimizer, params):
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+def shrink(optimizer, params):
+    params[0].data, params[1].data = params[0].data[:4], params[1].data[:3]
+    for p in params:
+        optimizer.state[p].clear()
+
+
 def lower(optimizer, params):
     for p in params:
         p.data = p.data.bfloat16()
@@ -391,7 +524,7 @@ def another_group(optimizer, params):
     optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
 
 
-@pytest.mark.parametrize("change", [replace_state, move_storage, load, lower, new_options, another_group])
+@pytest.mark.parametrize("change", [replace_state, move_storage, load, shrink, lower, new_options, another_group])
 def test_changes_between_steps_are_followed(change):
     """What is remembered from step to step must not outlive what it was about."""
     follow(change)
@@ -478,6 +611,43 @@ def test_a_negated_view_takes_plain_pytorch():
     assert float(p.detach()) * float(z.imag) > 0
 
 
+def test_a_lazy_zero_takes_plain_pytorch():
+    """It has no memory at all."""
+    p = Parameter(torch.ones(3))
+    p.grad = torch._efficientzerotensor((3,))
+    optimizer = Adafactor([p])
+    assert "lazy" in why(optimizer)[0].reason
+    optimizer.step()
+    assert p.detach().tolist() == [1, 1, 1]
+
+
+def test_parameters_in_the_same_memory_take_plain_pytorch():
+    """The kernel's threads would race for it. What does not overlap is left to it."""
+    buffer = torch.randn(300, 200)
+    params = [Parameter(buffer), Parameter(buffer), Parameter(torch.randn(3, 3)), Parameter(buffer[:20])]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = Adafactor(params)
+    assert [taken.backend for taken in why(optimizer)] == ["reference", "reference", "cpu", "reference"]
+    assert "shares memory" in why(optimizer)[0].reason
+    with pytest.raises(RuntimeError, match="shares memory with another parameter"):
+        Adafactor(params, fused=True).step()
+    optimizer.step()
+    halves = torch.randn(4, 6)
+    beside = Adafactor([Parameter(halves[:2]), Parameter(halves[2:])])
+    assert [taken.backend for taken in why(beside)] == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 6, 5), (2, 3, 16, 16)])
+def test_stacks_whose_slices_have_gaps_take_plain_pytorch(shape):
+    p = strided(lambda: torch.randn(shape).transpose(0, 1))
+    optimizer = optax.Adafactor([p], 0.1, batch_dims=1, min_dim_size_to_factor=2)
+    assert why(optimizer)[0].backend == "reference"
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="should suit the compiled kernel"):
+        optax.Adafactor([p], 0.1, batch_dims=1, min_dim_size_to_factor=2, fused=True).step()
+
+
 def test_parameter_subclasses_take_plain_pytorch():
     """They may store something else than what they show."""
 
@@ -559,9 +729,13 @@ def test_without_a_kernel_plain_pytorch_steps_and_fused_says_why(monkeypatch):
         Adafactor([p])
 
 
-def test_a_kernel_of_another_version_is_not_called(monkeypatch):
+@pytest.mark.parametrize("change", ["another version", "another library"])
+def test_a_kernel_of_another_version_is_not_called(change, monkeypatch):
     """Its structs may differ: it would write anywhere."""
-    monkeypatch.setattr(kernel, "INTERFACE", kernel.INTERFACE + 1)
+    if change == "another version":
+        monkeypatch.setattr(kernel, "INTERFACE", kernel.INTERFACE + 1)
+    else:
+        monkeypatch.setattr(kernel, "LIBRARY", Path(torch._C.__file__))
     kernel.library.cache_clear()
     try:
         with pytest.raises(OSError, match="built for another version"):

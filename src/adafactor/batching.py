@@ -62,6 +62,24 @@ def item(p: Tensor, plan: Plan, own: Mapping[str, Any], form: Form, layout: Layo
     return broadcasting(plan, p, g, None, None, own.get(layout.full), m)
 
 
+def sharing(params: Sequence[Tensor]) -> set[int]:
+    """The places of parameters on CPUs whose memory overlaps with that of another one."""
+    spans = []
+    for place, p in enumerate(params):
+        if p.device.type == "cpu" and p.numel() > 0 and type(p) in (Tensor, torch.nn.Parameter):
+            reach = 1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
+            spans.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), place))
+    found: set[int] = set()
+    end, last = 0, -1
+    for start, stop, place in sorted(spans):
+        # A parameter that was passed twice is one.
+        if start < end and params[place] is not params[last]:
+            found |= {place, last}
+        if stop > end:
+            end, last = stop, place
+    return found
+
+
 class Key(NamedTuple):
     """What the tensors of one batch have in common."""
 
@@ -96,6 +114,9 @@ NOTHING = Columns((), (), (), (), (), (), ())
 """What a batch holds between steps."""
 
 
+_COUNTS: Any = {"dtype": torch.int64, "device": "cpu"}
+
+
 class Part:
     """The parameters of one key: their places among those found, their groups and plans, and what a step needs."""
 
@@ -111,11 +132,12 @@ class Part:
         plans = list(chain.from_iterable(slices))
         owners = [i for i, some in zip(full, slices, strict=True) for _ in some]
         self._groups = sorted({member.group for member in members})
-        self._which = torch.tensor([self._groups.index(members[i].group) for i in owners], dtype=torch.int64)
-        self._owners = torch.tensor(owners, dtype=torch.int64)
+        self._which = torch.tensor([self._groups.index(members[i].group) for i in owners], **_COUNTS)
+        self._owners = torch.tensor(owners, **_COUNTS)
         sizes = [members[i].width * plan.numel for i, plan in zip(owners, plans, strict=True)]
         self._first = [owners.index(i) for i in full]
-        self._numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype).to(key.device, non_blocking=True)
+        numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype, device="cpu")
+        self._numel = numel.to(key.device, non_blocking=True)
         self._p2 = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
         self._waves = [(wave, self._batch(wave)) for wave in waves(sizes, key.backend.WAVE)]
 
@@ -144,8 +166,10 @@ class Part:
         for wave, batch in self._waves:
             alone = len(self._waves) == 1
             batch.columns, batch.numbers = (columns, table) if alone else (columns.part(wave), table.part(wave))
-            run(batch, backend)
-            batch.columns = NOTHING
+            try:
+                run(batch, backend)
+            finally:
+                batch.columns, batch.kept = NOTHING, None
 
     def measured(self) -> Iterator[tuple[int, Measured | None]]:
         """The place of each parameter that is not empty, and what is known of it where the form scales.
@@ -168,7 +192,9 @@ class Program:
         Refused: a group insists on a backend that does not support one of its tensors.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, found: Found, settings: Sequence[Setting], layout: Layout) -> None:
+        # Not as inference tensors, which no later step could write to.
         self._settings = list(settings)
         groups = found.groups
         plans = [settings[i].factoring.plan(tuple(p.shape)) for i, p in zip(groups, found.params, strict=True)]
@@ -182,6 +208,7 @@ class Program:
         columns, steps = self.gather(found)
         self._facts = None if torch.compiler.is_compiling() else _facts(found, columns, steps)
 
+        shared = sharing(found.params)
         members: dict[Key, list[Member]] = {}
         seen: set[int] = set()
         for place, (p, group, item) in enumerate(
@@ -189,7 +216,7 @@ class Program:
         ):
             setting = settings[group]
             try:
-                name, _ = backends.pick(setting.choice, item)
+                name, _ = backends.pick(setting.choice, item, shared=place in shared)
             except backends.Unsupported as error:
                 raise Refused(place, str(error)) from None
             # A tensor that was passed twice takes one step.
@@ -259,11 +286,14 @@ def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any
             list(map(id, kept)),
             list(map(Tensor.data_ptr, kept)),
             [x.dtype for x in kept],
+            [p.shape for p in found.params],
             list(map(Tensor.stride, found.params)),
             list(map(type, found.grads)),
             list(map(_look, found.grads)),
             list(map(Tensor.stride, found.grads)),
             list(map(Tensor.is_neg, found.grads)),
+            list(map(Tensor._is_zerotensor, found.grads)),
+            backends.cpu.modes(),
         )
     except (TypeError, RuntimeError):
         return None

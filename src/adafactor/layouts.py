@@ -199,4 +199,4 @@ def _step(entry: Mapping[str, Any], label: str) -> Tensor:
         step = step.item()
     if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < float("inf"):
         raise ValueError(f"the step of {label} should be a finite number >= 0, got {step!r}")
-    return torch.tensor(float(step), dtype=torch.float32)
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")

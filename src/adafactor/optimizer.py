@@ -229,13 +229,15 @@ class BaseAdafactor(torch.optim.Optimizer):
     def taken(self) -> list[backends.Taken]:
         """What the next step of each parameter takes: see ``backends.why``."""
         taken: list[backends.Taken] = []
+        params = [p for group in self.param_groups for p in group["params"]]
+        shared = {id(params[place]) for place in batching.sharing(params)}
         for index, group in enumerate(self.param_groups):
             choice, rule = backends.choose(group), self.rule({**group, "lr": 0.0})
             for position, p in enumerate(group["params"]):
                 item = batching.item(p, self._plan(p, group), self.state.get(p, {}), rule.form, self.layout)
                 label = checks.label(group, index, position)
                 try:
-                    taken.append(backends.Taken(label, *backends.pick(choice, item)))
+                    taken.append(backends.Taken(label, *backends.pick(choice, item, shared=id(p) in shared)))
                 except backends.Unsupported as error:
                     taken.append(backends.Taken(label, choice.name, str(error)))
         return taken

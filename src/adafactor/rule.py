@@ -86,7 +86,7 @@ class Rule:
     def step_size(self, t: float) -> float:
         """rho at step t, as a float. t below 1 counts as 1, the step to come. Reads lr where it is a tensor."""
         lr = torch.as_tensor(self.lr, dtype=torch.float64, device="cpu")
-        return float(_rho(self.rho, lr, torch.tensor(max(t, 1.0), dtype=torch.float64)))
+        return float(_rho(self.rho, lr, torch.tensor(max(t, 1.0), dtype=torch.float64, device="cpu")))
 
 
 class Form(NamedTuple):
@@ -139,7 +139,9 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
         device: where the tensors are.
     """
     kind, by_lr = rules[0].rho, rules[0].decay_by == "lr"
-    table = torch.tensor([_column(rule, dtype) for rule in rules], dtype=torch.float64).t()[:, which]
+    # The user's default device may be another.
+    columns = torch.tensor([_column(rule, dtype) for rule in rules], dtype=torch.float64, device="cpu")
+    table = columns.t()[:, which]
     t = t.double()
     still: Tensor | None = None
     if any(isinstance(rule.lr, Tensor) for rule in rules):
@@ -173,7 +175,7 @@ def _column(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
     decay = rule.weight_decay
     if decay and rule.decay_by == "lr" and not isinstance(rule.lr, Tensor):
         # Rounded as torch rounds it, which multiplies by 1 - lambda: over many steps the difference adds up.
-        decay = 1 - float(torch.tensor(1 - decay * lr, dtype=dtype))
+        decay = 1 - float(torch.tensor(1 - decay * lr, dtype=dtype, device="cpu"))
     return (
         0.0,
         lr,

@@ -73,7 +73,7 @@ def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> N
         for name in ("step", *layout.names):
             state.pop(name, None)
     if not _counts(state):
-        state["step"] = torch.tensor(steps(state), dtype=torch.float32)
+        state["step"] = torch.tensor(steps(state), dtype=torch.float32, device="cpu")
     for name, (shape, dtype) in tensors(plan, rule, layout, arithmetic(p)).items():
         kept = state.get(name)
         if kept is None:

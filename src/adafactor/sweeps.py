@@ -116,7 +116,6 @@ def run(batch: Batch, backend: Backend) -> None:
     u2 = backend.measure(batch)
     # Sharded tensors reduce u2 here.
     backend.apply(batch, u2)
-    batch.kept = None
 
 
 def sizes(batch: Batch, u2: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

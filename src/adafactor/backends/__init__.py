@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from .. import checks, reference
-from ..sweeps import Backend, Item
+from ..sweeps import Backend, Item, stacked
 from . import cpu, foreach, kernel
 
 VARIABLE = "ADAFACTOR_BACKEND"
@@ -75,13 +75,22 @@ def choose(group: Mapping[str, Any]) -> Choice:
     return Choice("cpu", only=bool(group.get("fused")))
 
 
-def pick(choice: Choice, item: Item) -> tuple[str, str | None]:
+def pick(choice: Choice, item: Item, *, shared: bool) -> tuple[str, str | None]:
     """The name of the backend that takes an item, and why it is not the one asked for.
+
+    Args:
+        choice: the group's.
+        item: a parameter's; of a stack, the slices are looked at.
+        shared: whether another parameter lies in the same memory.
 
     Raises:
         Unsupported: no other may stand in.
     """
-    reason = cpu.unsupported(item) if choice.name == "cpu" else None
+    reason = None
+    if choice.name == "cpu":
+        # The kernel goes over all parameters at once.
+        reason = "it shares memory with another parameter" if shared else None
+        reason = reason or cpu.unsupported(next(iter(stacked(item)), item))
     if reason and choice.only:
         raise Unsupported(f"should suit the compiled kernel: {reason}")
     return ("reference", reason) if reason else (choice.name, None)

@@ -25,6 +25,11 @@ _MOMENTUM = {None: 0, "after": 1, "before": 2}
 _DECAY = {None: 0, "lr": 1, "one": 1, "alpha": 2}
 
 
+def modes() -> int:
+    """How many modes see PyTorch's operations, such as FakeTensorMode."""
+    return torch._C._len_torch_dispatch_stack()
+
+
 def unsupported(item: Item) -> str | None:
     """Why the kernel cannot take an item, in words; None where it can. State that is not made yet is not looked at."""
     plan, p, g = item.plan, item.p, item.g
@@ -34,13 +39,15 @@ def unsupported(item: Item) -> str | None:
         return f"there is none: {kernel.missing()}"
     if torch.compiler.is_compiling():
         return "torch.compile is tracing the step"
+    if modes():
+        return "a dispatch mode is on, which has to see every operation"
     for name, x in (("it", p), ("its gradient", g)):
         if type(x) not in (Tensor, Parameter):
             return f"{name} is a {type(x).__name__}"
         if x.dtype not in TYPES:
             return f"{name} has dtype {x.dtype}"
-        if x.is_neg():
-            return f"{name} is a lazy negation"
+        if x.is_neg() or x._is_zerotensor():
+            return f"{name} is a lazy negation or zero, whose values are not in memory"
     if plan.numel == 0:
         return None
     found = strides.matrices(plan, p.stride())
@@ -85,7 +92,7 @@ class _Table:
 
 def count(steps: Sequence[Tensor]) -> Tensor:
     """Add one to each step count. Returns them, [k] on the CPU."""
-    t = torch.empty(len(steps))
+    t = torch.empty(len(steps), dtype=torch.float32, device="cpu")
     addresses = array("Q", map(Tensor.data_ptr, steps))
     kernel.library().adafactor_count(len(steps), addresses.buffer_info()[0], t.data_ptr())
     return t
@@ -97,7 +104,7 @@ def observe(batch: Batch) -> Tensor:
     if table is None:
         table = batch.memo["table"] = _Table(batch)
     table.addresses[1::6] = array("Q", map(Tensor.data_ptr, batch.columns.g))
-    sums = torch.empty(table.size, dtype=batch.dtype)
+    sums = torch.empty(table.size, dtype=batch.dtype, device="cpu")
     call, (numbers, still) = table.call, batch.numbers
     call.threads = torch.get_num_threads()
     call.numbers, call.stride, call.still = numbers.data_ptr(), numbers.stride(0), _address(still)
@@ -117,7 +124,7 @@ def average(batch: Batch, sums: Tensor) -> None:
 def measure(batch: Batch) -> Tensor:
     """[k] sums of u^2. Brings a full V up to date first."""
     table = batch.memo["table"]
-    u2 = torch.empty(len(batch.columns.p), dtype=batch.dtype)
+    u2 = torch.empty(len(batch.columns.p), dtype=batch.dtype, device="cpu")
     table.call.u2 = u2.data_ptr()
     _run(kernel.library().adafactor_measure, table)
     return u2

@@ -42,8 +42,8 @@ def library() -> ctypes.CDLL:
             "it was not built when adafactor was installed; with a C++ compiler (GCC or Clang) installed, reinstall it"
         )
     kernel = ctypes.CDLL(str(LIBRARY))
-    kernel.adafactor_interface.restype = _INDEX
-    if kernel.adafactor_interface() != INTERFACE:
+    interface = getattr(kernel, "adafactor_interface", None)
+    if interface is None or interface() != INTERFACE:
         raise OSError("it was built for another version of adafactor; reinstall it")
     try:
         parallel_for = torch_library().torch_parallel_for

@@ -85,8 +85,8 @@ constexpr Index FLUSH = 256;
 constexpr Index SMALL = 1 << 16, LARGE = 1 << 19;
 // Tiles a tensor is cut into while they are no smaller and no larger than that.
 constexpr Index PIECES = 32;
-// Elements that are not worth a second thread.
-constexpr Index ALONE = 1 << 14;
+// Elements that are not worth a second thread, as in torch: a forked process, which has no second one, can step them.
+constexpr Index ALONE = 1 << 15;
 
 Index cut(Index size, Index piece) { return (size + piece - 1) / piece; }
 
@@ -119,7 +119,7 @@ Index arrange(const Batch &batch, std::vector<Place> &places) {
     Place at{1, 1, s.m, s.n, 0, 0, 0, 0};
     if (s.factored) {
       Index tile = std::min(std::max(s.numel() / PIECES, SMALL), LARGE);
-      if (s.n * s.m > tile) {
+      if (s.n * s.m > tile || s.m > STRIP) {
         at.strip = s.m > STRIP ? balanced(s.m, STRIP, 16) : s.m;
         at.strips = cut(s.m, at.strip);
         at.block = balanced(s.n, std::max(tile / at.strip, Index{1}), 4);
@@ -386,10 +386,12 @@ INLINE R from_bfloat16(U x) {
 
 template <class R, class U>
 INLINE R from_float16(U x) {
-  U magnitude = (x & 0x7fff) << 13;
-  // The exponent's bias is 112 smaller; a product also makes normal numbers of denormal ones.
-  U bits = bits_of<U>(R(bits_of<R>(magnitude) * 0x1p112f));
-  return bits_of<R>(U(bits | (exceeds(magnitude, 0x0f7fffff) & 0x7f800000) | ((x & 0x8000) << 16)));
+  // The exponent's bias is 112 smaller. A denormal number is what it adds to 2^-14: normal in float, so that nothing is
+  // lost where the processor takes denormal numbers for 0.
+  U magnitude = (x & 0x7fff) << 13, normal = magnitude + (112u << 23);
+  U denormal = bits_of<U>(R(bits_of<R>(U(magnitude + (113u << 23))) - 0x1p-14f));
+  U is_normal = exceeds(magnitude, 0x007fffff), special = exceeds(magnitude, 0x0f7fffff) & 0x7f800000;
+  return bits_of<R>(U((normal & is_normal) | (denormal & ~is_normal) | special | ((x & 0x8000) << 16)));
 }
 
 // To the nearest, ties to even; nan stays nan.
@@ -813,7 +815,7 @@ INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index st
     }
     const A *r = static_cast<const A *>(batch.scratch) + at.rows, *c = static_cast<const A *>(batch.scratch) + at.cols;
     Index m = tile.j1 - tile.j0;
-    if (m < RUN) {
+    if (s.m < RUN) {
       Index left = s.n - tile.first % s.n, rows = RUN / m;
       c += tile.first / s.n * m;
       for (Index i = tile.first; i < tile.last; i += rows) {
