@@ -455,7 +455,7 @@ def test_the_doctor_says_what_takes_a_step(monkeypatch):
     """Whoever wonders why a step is slow gets the answer, and a script an exit status."""
     monkeypatch.setenv("COLUMNS", "200")
     well = adafactor("doctor")
-    expected = "by reference (there is none: " if kernel.missing() else "by cpu, and right"
+    expected = "by reference (there is no compiled kernel: " if kernel.missing() else "by cpu, and right"
     assert all(f"{dtype} step" in well.stdout for dtype in ("float32", "bfloat16", "float16", "float64"))
     assert well.stdout.count(expected) == 4
     assert well.exit_code == (1 if kernel.missing() else 0)
@@ -504,6 +504,7 @@ def test_bench_compares_on_the_users_shapes():
     [
         (["8y6"], "a shape should be like 4096x4096, 200*64x64, 768 or gpt2, got '8y6'"),
         (["0x4"], "a shape should have at least one element, got '0x4'"),
+        (["00*4"], "a shape should have at least one element, got '00*4'"),
         (["4", "--dtype", "float64"], "--dtype should be one of float32, float16, bfloat16, got 'float64'"),
         (["4", "--threads", "0"], "--threads should be at least 1, got 0"),
         (["4", "--seconds", "0"], "--seconds should be a finite number > 0, got 0.0"),

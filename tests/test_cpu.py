@@ -24,7 +24,9 @@ from adafactor.backends import cpu, kernel, why
 from adafactor.dialects import big_vision, optax
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
 
-pytestmark = pytest.mark.skipif(kernel.missing() is not None, reason=f"no kernel: {kernel.missing()}")
+# In CI a kernel that does not build is a failure.
+NONE = kernel.missing() is not None and not os.environ.get("CI")
+pytestmark = pytest.mark.skipif(NONE, reason=f"no kernel: {kernel.missing()}")
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = [*itertools.product(FLOATS, FLOATS), (torch.float64, torch.float64), (torch.float64, torch.float32)]
@@ -180,7 +182,7 @@ def test_nothing_outside_of_a_tensor_is_touched(shape, rule, dtype):
 
     numel = torch.Size(shape).numel()
     p = Parameter(keep(start[0].to(dtype)))
-    optimizer = cls([p], **options, fused=True)
+    optimizer = cls([p], **options)
     for name, value in optimizer.state[p].items():
         if name != "step":
             numel = value.numel()
@@ -197,11 +199,13 @@ def test_nothing_outside_of_a_tensor_is_touched(shape, rule, dtype):
         assert (outside == 7).all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
-def test_inf_and_nan_go_where_plain_pytorch_sends_them(rule):
+def test_inf_and_nan_go_where_plain_pytorch_sends_them(rule, dtype):
     """Loud, and the same everywhere: a kernel that swallowed them would hide a broken run."""
     for bad in (float("inf"), float("nan"), -float("inf")):
         start, steps = random_steps([(20, 30), (40,), (3, 4, 5)], 2)
+        start, steps = [p.to(dtype) for p in start], [[g.to(dtype) for g in grads] for grads in steps]
         for g in steps[0]:
             g.flatten()[7] = bad
         mine, _ = twins(rule, start, steps, None)
@@ -226,20 +230,21 @@ def test_small_and_large_gradients(rule, size):
         assert torch.equal(a[:1] if a.dim() == 1 else a[3], before[:1] if a.dim() == 1 else before[3])
 
 
-def test_conversions_are_torchs():
-    """Every bfloat16 and float16 value, and every way to round to them."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    for dtype in (torch.bfloat16, torch.float16):
-        values = bits.view(dtype)
-        values = values[values.isfinite()]
-        # With lr = 1 and a gradient of one sign everywhere, u is 1: p - 1 is rounded once.
-        p, g = Parameter(values.clone()), torch.ones_like(values)
-        optimizer = TransformersAdafactor(
-            [p], lr=1.0, relative_step=False, scale_parameter=False, eps=(0.0, 0.0), fused=True
-        )
-        p.grad = g
-        optimizer.step()
-        assert torch.equal(p.detach(), (values.float() - 1).to(dtype))
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.5, 0.9999, 1.0 - 2**-13, 2.0, 1e5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conversions_are_torchs(dtype, decay):
+    """Of every value, inf, nan and denormal ones among them, and to values of every size: p - decay p, rounded once."""
+    p = Parameter(torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype))
+    values = p.detach().clone()
+    optimizer = TransformersAdafactor(
+        [p], lr=1.0, relative_step=False, scale_parameter=False, weight_decay=decay, fused=True
+    )
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    wide = values.float()
+    expected = (wide - wide * torch.tensor(decay)).to(dtype) if decay else values
+    assert torch.equal(p.detach().isnan(), expected.isnan())
+    assert torch.equal(p.detach().nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_autograd_sees_the_writes():
@@ -348,7 +353,7 @@ print((read("VmHWM") - before) / (p.numel() * p.element_size()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the process from Linux")
-@pytest.mark.parametrize(("shape", "dtype"), [((4096, 4096), "bfloat16"), ((16384, 1024), "bfloat16")])
+@pytest.mark.parametrize(("shape", "dtype"), [((4096, 4096), "bfloat16"), ((8192, 4096), "bfloat16")])
 def test_a_step_takes_no_memory(shape, dtype):
     """At most 1% of the parameter, what is kept between steps included."""
     code = PEAK.format(shape=shape, dtype=dtype)
@@ -524,6 +529,26 @@ def another_group(optimizer, params):
     optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
 
 
+def test_another_dtype_of_momentum_is_followed():
+    p = strided(lambda: torch.randn(4, 4))
+    optimizer = big_vision.Adafactor([p], lr=0.1, momentum_dtype=torch.float32)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum_dtype"] = torch.bfloat16
+    optimizer.step()
+    assert optimizer.state[p][optimizer.layout.momentum].dtype is torch.bfloat16
+
+
+def test_a_state_that_has_shrunk_is_refused():
+    """The kernel would write where it was."""
+    p = strided(lambda: torch.randn(4, 4))
+    optimizer = Adafactor([p])
+    optimizer.step()
+    row = optimizer.state[p]["row_var"]
+    row.data = row.data[:1]
+    with pytest.raises(ValueError, match="should keep the shape and the factors"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("change", [replace_state, move_storage, load, shrink, lower, new_options, another_group])
 def test_changes_between_steps_are_followed(change):
     """What is remembered from step to step must not outlive what it was about."""
@@ -655,7 +680,7 @@ def test_parameter_subclasses_take_plain_pytorch():
         pass
 
     p = Own(torch.ones(3))
-    assert why(Adafactor([p]))[0].reason == "it is a Own"
+    assert why(Adafactor([p]))[0].reason == "its type is Own"
 
 
 @pytest.mark.parametrize("layout", [TransformersAdafactor, Adafactor])

@@ -1,6 +1,7 @@
 """The kernel under the compiler's sanitizers: no byte outside of a tensor, no undefined behaviour, no race."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ def test_all_sweeps_are_clean(sanitizers, tmp_path):
     program = tmp_path / "sanitized"
     # Without optimisation, which takes minutes here: what the sanitizers look at is in the source.
     flags = ["-std=c++17", "-O0", "-g", "-ffp-contract=off", "-Wno-psabi", "-pthread", "-fno-sanitize-recover=all"]
-    command = [COMPILER, *flags, f"-fsanitize={sanitizers}", str(DRIVER), "-o", str(program)]
+    command = [*shlex.split(COMPILER), *flags, f"-fsanitize={sanitizers}", str(DRIVER), "-o", str(program)]
     subprocess.run(command, check=True)
     run = subprocess.run([program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -30,6 +30,7 @@ class Setting(NamedTuple):
     choice: backends.Choice
     factoring: Factoring
     form: Form
+    momentum_dtype: torch.dtype | None
 
 
 class Found(NamedTuple):
@@ -114,9 +115,6 @@ NOTHING = Columns((), (), (), (), (), (), ())
 """What a batch holds between steps."""
 
 
-_COUNTS: Any = {"dtype": torch.int64, "device": "cpu"}
-
-
 class Part:
     """The parameters of one key: their places among those found, their groups and plans, and what a step needs."""
 
@@ -132,8 +130,10 @@ class Part:
         plans = list(chain.from_iterable(slices))
         owners = [i for i, some in zip(full, slices, strict=True) for _ in some]
         self._groups = sorted({member.group for member in members})
-        self._which = torch.tensor([self._groups.index(members[i].group) for i in owners], **_COUNTS)
-        self._owners = torch.tensor(owners, **_COUNTS)
+        self._which = torch.tensor(
+            [self._groups.index(members[i].group) for i in owners], dtype=torch.int64, device="cpu"
+        )
+        self._owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
         sizes = [members[i].width * plan.numel for i, plan in zip(owners, plans, strict=True)]
         self._first = [owners.index(i) for i in full]
         numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype, device="cpu")
@@ -276,7 +276,7 @@ _look = attrgetter("dtype", "device", "shape")
 def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """All that a step relies on, and that a user may change between two steps; None where tensors have no addresses.
 
-    A tensor of an earlier step is the same where its id, its address and its dtype are; gradients are new ones.
+    Parameters and state are looked at less closely than gradients, which are new ones at every step.
     """
     held = [x for column in (columns.R, columns.C, columns.V, columns.m, steps) for x in column if x is not None]
     kept = [*found.params, *held]
@@ -286,14 +286,14 @@ def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any
             list(map(id, kept)),
             list(map(Tensor.data_ptr, kept)),
             [x.dtype for x in kept],
-            [p.shape for p in found.params],
+            [x.shape for x in kept],
             list(map(Tensor.stride, found.params)),
             list(map(type, found.grads)),
             list(map(_look, found.grads)),
             list(map(Tensor.stride, found.grads)),
             list(map(Tensor.is_neg, found.grads)),
-            list(map(Tensor._is_zerotensor, found.grads)),
-            backends.cpu.modes(),
+            list(map(backends.kernel.is_zerotensor, found.grads)),
+            backends.kernel.modes(),
         )
     except (TypeError, RuntimeError):
         return None

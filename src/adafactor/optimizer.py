@@ -169,7 +169,7 @@ class BaseAdafactor(torch.optim.Optimizer):
 
         rules = [self._check_group(group) for group in self.param_groups]
         settings = [
-            batching.Setting(backends.choose(group), self.factoring(group), rule.form)
+            batching.Setting(backends.choose(group), self.factoring(group), rule.form, rule.momentum_dtype)
             for group, rule in zip(self.param_groups, rules, strict=True)
         ]
         found = batching.find(self.param_groups, self.state)

@@ -141,7 +141,7 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
     kind, by_lr = rules[0].rho, rules[0].decay_by == "lr"
     # The user's default device may be another.
     columns = torch.tensor([_column(rule, dtype) for rule in rules], dtype=torch.float64, device="cpu")
-    table = columns.t()[:, which]
+    table = columns[which].t().contiguous()
     t = t.double()
     still: Tensor | None = None
     if any(isinstance(rule.lr, Tensor) for rule in rules):

@@ -1,8 +1,7 @@
 """The order of a step: three sweeps over the gradients, and what happens to small numbers between them.
 
-A backend is a module with the three functions ``observe``, ``measure`` and ``apply``, and ``average`` between the first
-two (the protocol ``Backend``); this file is all that calls them. The two places where sharded tensors reduce over their
-shards are marked.
+A backend is a module with the functions ``observe``, ``average``, ``measure`` and ``apply`` (the protocol ``Backend``);
+this file is all that calls them. The two places where sharded tensors reduce over their shards are marked.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Batch:
 
 
 class Backend(Protocol):
-    """The three sweeps. ``reference.py`` is the specification of each."""
+    """The three sweeps, and what is between them. ``reference.py`` is the specification of each."""
 
     def count(self, steps: Sequence[Tensor]) -> Tensor:
         """Add one to each step count. Returns them, [k] on the CPU."""

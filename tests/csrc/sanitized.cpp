@@ -70,6 +70,15 @@ int main() {
           if (count++ % 5 == 0) step(shape[0], shape[1], shape[2], factored, F64, F64, F64, momentum);
         }
   }
+  // Threads that fail are no success.
+  adafactor_start([](Index, Index, Index, Callback, void *) -> int32_t { return 1; });
+  Shape large{1, 400, 400, 1, 0, F32, F32, F32};
+  Buffer p(160000, F32), g(160000, F32), R(400, F32), C(400, F32), numbers(10, F32), u2(1, F32);
+  Tensor tensor{p.data, g.data, R.data, C.data, nullptr, nullptr};
+  Batch failing{1, 2, 0, 0, 0, &large, &tensor, nullptr, numbers.data, 1, nullptr, nullptr, u2.data};
+  Buffer scratch(adafactor_scratch(&failing), F32);
+  failing.scratch = scratch.data;
+  if (adafactor_observe(&failing) != 2) std::abort();
   float a = 1, b = 2, t[2];
   float *steps[2] = {&a, &b};
   adafactor_count(2, steps, t);

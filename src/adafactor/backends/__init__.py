@@ -1,4 +1,7 @@
-"""Where a backend is chosen, by the group's engine arguments and by the tensor. A user's choice is never replaced."""
+"""Where a backend is chosen, by the group's engine arguments and by the tensor.
+
+What a user asks for with True is never replaced by another. ADAFACTOR_BACKEND goes before a False.
+"""
 
 from __future__ import annotations
 

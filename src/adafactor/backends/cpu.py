@@ -25,28 +25,23 @@ _MOMENTUM = {None: 0, "after": 1, "before": 2}
 _DECAY = {None: 0, "lr": 1, "one": 1, "alpha": 2}
 
 
-def modes() -> int:
-    """How many modes see PyTorch's operations, such as FakeTensorMode."""
-    return torch._C._len_torch_dispatch_stack()
-
-
 def unsupported(item: Item) -> str | None:
     """Why the kernel cannot take an item, in words; None where it can. State that is not made yet is not looked at."""
     plan, p, g = item.plan, item.p, item.g
     if p.device.type != "cpu":
         return f"it is on {p.device}"
     if kernel.missing():
-        return f"there is none: {kernel.missing()}"
+        return f"there is no compiled kernel: {kernel.missing()}"
     if torch.compiler.is_compiling():
         return "torch.compile is tracing the step"
-    if modes():
+    if kernel.modes():
         return "a dispatch mode is on, which has to see every operation"
     for name, x in (("it", p), ("its gradient", g)):
         if type(x) not in (Tensor, Parameter):
-            return f"{name} is a {type(x).__name__}"
+            return f"its type is {type(x).__name__}" if x is p else f"its gradient's type is {type(x).__name__}"
         if x.dtype not in TYPES:
             return f"{name} has dtype {x.dtype}"
-        if x.is_neg() or x._is_zerotensor():
+        if x.is_neg() or kernel.is_zerotensor(x):
             return f"{name} is a lazy negation or zero, whose values are not in memory"
     if plan.numel == 0:
         return None
@@ -87,6 +82,8 @@ class _Table:
         )
         self.pointer = ctypes.byref(self.call)
         self.size = kernel.library().adafactor_scratch(self.pointer)
+        if self.size < 0:
+            raise MemoryError("the compiled kernel found no memory for its list of tensors")
         self.of_factors = any(plan.factored for plan in columns.plans)
 
 
@@ -132,14 +129,17 @@ def measure(batch: Batch) -> Tensor:
 
 def apply(batch: Batch, u2: Tensor) -> None:
     """Take the step off the parameters."""
-    # Before the writes: it refuses what may not be written to.
+    # Before p is written: it refuses what may not be.
     torch.autograd.graph.increment_version(batch.columns.p)
     _run(kernel.library().adafactor_apply, batch.memo["table"])
 
 
 def _run(sweep: Callable[..., int], table: _Table) -> None:
-    if sweep(table.pointer):
-        raise MemoryError("the kernel found no memory for its list of tiles")
+    status = sweep(table.pointer)
+    if status == 1:
+        raise MemoryError("the compiled kernel found no memory for its list of tiles")
+    if status:
+        raise RuntimeError("torch's threads failed in the middle of a sweep of the compiled kernel")
 
 
 def _address(x: Tensor | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +15,12 @@ LIBRARY = Path(__file__).parent.parent / "_cpu.so"
 
 INTERFACE = 1
 """Of the library's functions and structs; one that was built for another is not called."""
+
+# Private names of torch, which a version may lack; then there is nothing to ask.
+modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+"""How many modes see PyTorch's operations, such as FakeTensorMode."""
+is_zerotensor: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "_is_zerotensor", lambda x: False)
+"""Whether a tensor is a lazy zero, which has no memory."""
 
 _INDEX = ctypes.c_int64
 _ADDRESS = ctypes.c_void_p

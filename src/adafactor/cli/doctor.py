@@ -68,7 +68,9 @@ def _error(dtype: torch.dtype) -> float:
     exact.grad = p.grad.double().clone()
     Adafactor([p], lr=0.1, eps=(1e-7, 1e-3)).step()
     forced = os.environ.pop(backends.VARIABLE, None)
-    Adafactor([exact], lr=0.1, eps=(1e-7, 1e-3), fused=False).step()
-    if forced:
-        os.environ[backends.VARIABLE] = forced
+    try:
+        Adafactor([exact], lr=0.1, eps=(1e-7, 1e-3), fused=False).step()
+    finally:
+        if forced:
+            os.environ[backends.VARIABLE] = forced
     return float((p.detach().double() - exact.detach()).abs().max())

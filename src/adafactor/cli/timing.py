@@ -19,7 +19,7 @@ from .. import Adafactor
 Shapes = list[tuple[int, ...]]
 
 COLD = 64 << 20
-"""Bytes read and written between steps, more than the caches hold: a training step leaves nothing in them either."""
+"""Bytes that are read and written between steps: forward and backward passes leave little in the caches either."""
 
 OURS, TORCH, TRANSFORMERS, ADAMW = "adafactor", "torch Adafactor", "transformers Adafactor", "torch AdamW fused"
 
@@ -51,7 +51,7 @@ def read_shapes(text: str) -> Shapes:
         raise ValueError(f"a shape should be like 4096x4096, 200*64x64, 768 or gpt2, got {text!r}")
     count, _, sizes = text.rpartition("*")
     shape = tuple(map(int, sizes.split("x")))
-    if not prod(shape) or count == "0":
+    if not prod(shape) or not int(count or 1):
         raise ValueError(f"a shape should have at least one element, got {text!r}")
     return [shape] * int(count or 1)
 

@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 #include <type_traits>
 #include <vector>
 
@@ -83,6 +85,8 @@ constexpr Index STRIP = 4096;
 constexpr Index FLUSH = 256;
 // Tiles have between so many elements: enough to pay for their start, few enough for their column sums to be small.
 constexpr Index SMALL = 1 << 16, LARGE = 1 << 19;
+// Rows of a tile of a large tensor, at least.
+constexpr Index LOWEST = 512;
 // Tiles a tensor is cut into while they are no smaller and no larger than that.
 constexpr Index PIECES = 32;
 // Elements that are not worth a second thread, as in torch: a forked process, which has no second one, can step them.
@@ -120,7 +124,9 @@ Index arrange(const Batch &batch, std::vector<Place> &places) {
     if (s.factored) {
       Index tile = std::min(std::max(s.numel() / PIECES, SMALL), LARGE);
       if (s.n * s.m > tile || s.m > STRIP) {
-        at.strip = s.m > STRIP ? balanced(s.m, STRIP, 16) : s.m;
+        // Of a large tensor, tiles are rather narrow than low: each needs memory for the sums of its columns.
+        Index strip = tile < LARGE ? STRIP : LARGE / LOWEST;
+        at.strip = s.m > strip ? balanced(s.m, strip, 16) : s.m;
         at.strips = cut(s.m, at.strip);
         at.block = balanced(s.n, std::max(tile / at.strip, Index{1}), 4);
         at.blocks = cut(s.n, at.block);
@@ -227,9 +233,10 @@ void over(const std::vector<Tile> &tiles, Index threads, bool backwards, const F
   Work work{tiles, std::vector<Share>(threads), backwards, f};
   for (size_t i = 0; i < tiles.size(); ++i) work.shares[tiles[i].before * threads / end].tiles.push_back(Index(i));
   if (threads == 1) return work.run(0);
-  parallel_for(0, threads, 1, [](Index first, Index last, void *context) {
+  auto run = [](Index first, Index last, void *context) {
     for (Index i = first; i < last; ++i) static_cast<Work *>(context)->run(i);
-  }, &work);
+  };
+  if (parallel_for(0, threads, 1, run, &work) != 0) throw std::runtime_error("torch_parallel_for");
 }
 
 struct Sweeps {
@@ -250,10 +257,10 @@ struct Sweeps {
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,bmi,bmi2")
+#pragma GCC target("avx2,fma")
 #endif
 #define ISA avx2
 #define BYTES 32
@@ -263,11 +270,11 @@ struct Sweeps {
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push( \
-    __attribute__((target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))), apply_to = function)
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512cd,avx512dq,avx512vl"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,bmi,bmi2,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define ISA avx512
 #define BYTES 64
@@ -300,11 +307,14 @@ std::vector<const Sweeps *> available() {
 
 const Sweeps *chosen = nullptr;
 
+// 0, or 1 where there is no memory, or 2 where the threads fail.
 int32_t call(void (*sweep)(const Batch &), const Batch *batch) {
   try {
     sweep(*batch);
   } catch (const std::bad_alloc &) {
     return 1;
+  } catch (const std::runtime_error &) {
+    return 2;
   }
   return 0;
 }
@@ -335,10 +345,14 @@ EXPORT const char *adafactor_isa(Index i) {
 // Takes the i-th instruction set from now on.
 EXPORT void adafactor_choose(Index i) { chosen = available().at(i); }
 
-// How many numbers of scratch a batch needs.
+// How many numbers of scratch a batch needs; -1 where there is no memory to work it out.
 EXPORT Index adafactor_scratch(const Batch *batch) {
-  std::vector<Place> places;
-  return arrange(*batch, places);
+  try {
+    std::vector<Place> places;
+    return arrange(*batch, places);
+  } catch (const std::bad_alloc &) {
+    return -1;
+  }
 }
 
 // Adds one to each step count and copies it to t.
@@ -549,8 +563,8 @@ struct Lanes {
 
 // Calls f with the start and the size of each run of a range, from several streams in turn.
 template <class F>
-INLINE void in_streams(Index first, Index last, const F &f) {
-  Index length = cut(last - first, STREAMS * RUN) * RUN;
+INLINE void in_streams(Index first, Index last, Index streams, const F &f) {
+  Index length = cut(last - first, streams * RUN) * RUN;
   for (Index i = 0; i < length; i += RUN)
     for (Index start = first + i; start < last; start += length) f(start, std::min(RUN, last - start));
 }
@@ -599,6 +613,7 @@ INLINE void observe_rows(const T *g, Index stride, Index m, A *rows, A *cols) {
 // n rows of m columns, at most STRIP.
 template <class A, class T>
 void observe_matrix(const T *g, Index stride, Index n, Index m, A *rows, A *cols) {
+  assert(m <= STRIP);
   double total[STRIP];
   std::fill(rows, rows + n, A(0));
   std::fill(total, total + m, 0.0);
@@ -657,7 +672,7 @@ double observe_parameter(const Batch &batch, const Tile &tile) {
   with(s.p, [&](auto *type) {
     using T = std::remove_reference_t<decltype(*type)>;
     const T *p = static_cast<const T *>(batch.tensors[tile.tensor].p) + tile.first * s.m + tile.j0;
-    in_streams(0, tile.size(), [&](Index start, Index size) { sum += sum_of_squares<A>(p + start, size); });
+    in_streams(0, tile.size(), STREAMS, [&](Index start, Index size) { sum += sum_of_squares<A>(p + start, size); });
   });
   return sum;
 }
@@ -807,7 +822,7 @@ INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index st
     using T = std::remove_reference_t<decltype(*type)>;
     const T *g = static_cast<const T *>(batch.tensors[tile.tensor].g);
     if (!s.factored) {
-      in_streams(tile.j0, tile.j1, [&](Index start, Index size) {
+      in_streams(tile.j0, tile.j1, streams, [&](Index start, Index size) {
         full(g + start, start, size);
         end(start, size);
       });
@@ -816,6 +831,7 @@ INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index st
     const A *r = static_cast<const A *>(batch.scratch) + at.rows, *c = static_cast<const A *>(batch.scratch) + at.cols;
     Index m = tile.j1 - tile.j0;
     if (s.m < RUN) {
+      assert(m == s.m);
       Index left = s.n - tile.first % s.n, rows = RUN / m;
       c += tile.first / s.n * m;
       for (Index i = tile.first; i < tile.last; i += rows) {
