@@ -49,9 +49,10 @@ class Found(NamedTuple):
 
 def find(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) -> Found:
     """What a step is for."""
-    live = [[p for p in group["params"] if p.grad is not None] for group in groups]
-    params: list[Tensor] = list(chain.from_iterable(live))
-    return Found(list(map(len, live)), params, [p.grad for p in params], list(map(states.get, params)))  # type: ignore[misc]
+    live = [[(p, g) for p in group["params"] if (g := p.grad) is not None] for group in groups]
+    pairs = list(chain.from_iterable(live))
+    params: list[Tensor] = [p for p, _ in pairs]
+    return Found(list(map(len, live)), params, [g for _, g in pairs], list(map(states.get, params)))
 
 
 def item(p: Tensor, plan: Plan, own: Mapping[str, Any], form: Form, layout: Layout) -> Item:
@@ -270,7 +271,8 @@ class Refused(Exception):  # noqa: N818, caught where it can say more
         self.place = place
 
 
-_look = attrgetter("dtype", "device", "shape")
+# Strides, dtype and bytes say what the shape of a dense tensor is, for less.
+_own, _look = attrgetter("dtype", "nbytes"), attrgetter("dtype", "device", "nbytes")
 
 
 def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any, ...] | None:
@@ -285,8 +287,8 @@ def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any
             found.counts,
             list(map(id, kept)),
             list(map(Tensor.data_ptr, kept)),
-            [x.dtype for x in kept],
-            [x.shape for x in kept],
+            [x.nbytes for x in held],
+            list(map(_own, found.params)),
             list(map(Tensor.stride, found.params)),
             list(map(type, found.grads)),
             list(map(_look, found.grads)),

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from ..sweeps import Batch, Item
 from . import kernel, strides
 
-WAVE = 16 << 20
+WAVE = 24 << 20
 """Bytes of a wave, which stay in the last level of cache from sweep to sweep (see docs/performance.md)."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}

@@ -80,7 +80,7 @@ def optimizers(params: Sequence[Parameter]) -> dict[str, Optimizer]:
 
 
 def compare(
-    steps: Mapping[str, Callable[[], object]], seconds: float = 10.0, fewest: int = 7, most: int = 100
+    steps: Mapping[str, Callable[[], object]], seconds: float = 10.0, fewest: int = 7, most: int = 100, cold: int = COLD
 ) -> dict[str, Timing]:
     """Take steps in turn for about so many seconds, at least the fewest rounds. Slow ones sit out most rounds.
 
@@ -89,11 +89,12 @@ def compare(
         seconds: for all rounds together.
         fewest: rounds that everybody takes part in.
         most: rounds.
+        cold: bytes that are read and written before each step; 0 leaves the caches warm.
     """
-    cold = torch.zeros(COLD // 4)
+    others = torch.zeros(cold // 4)
 
     def timed(step: Callable[[], object]) -> float:
-        cold.add_(1)
+        others.add_(1)
         start = time.perf_counter()
         step()
         return time.perf_counter() - start
