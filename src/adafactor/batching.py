@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, checks
 from .layouts import Layout
 from .rule import Form, Rule, numbers
 from .shapes import Factoring, Plan
@@ -186,26 +186,29 @@ class Program:
 
     Args:
         found: what the step is for, with all its state.
+        groups: of the optimizer.
         settings: of all groups.
         layout: the names of the state.
 
     Raises:
-        Refused: a group insists on a backend that does not support one of its tensors.
+        RuntimeError: a group insists on a backend that does not support one of its tensors.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, found: Found, settings: Sequence[Setting], layout: Layout) -> None:
+    def __init__(
+        self, found: Found, groups: Sequence[Mapping[str, Any]], settings: Sequence[Setting], layout: Layout
+    ) -> None:
         # Not as inference tensors, which no later step could write to.
         self._settings = list(settings)
-        groups = found.groups
-        plans = [settings[i].factoring.plan(tuple(p.shape)) for i, p in zip(groups, found.params, strict=True)]
+        owners = found.groups
+        plans = [settings[i].factoring.plan(tuple(p.shape)) for i, p in zip(owners, found.params, strict=True)]
         self._names = [
             [name if plan.factored else None for plan in plans]
             if factored
             else [None if plan.factored else name for plan in plans]
             for name, factored in ((layout.row, True), (layout.col, True), (layout.full, False))
         ]
-        self._names.append([layout.momentum if settings[i].form.momentum is not None else None for i in groups])
+        self._names.append([layout.momentum if settings[i].form.momentum is not None else None for i in owners])
         columns, steps = self.gather(found)
         self._facts = None if torch.compiler.is_compiling() else _facts(found, columns, steps)
 
@@ -213,13 +216,14 @@ class Program:
         members: dict[Key, list[Member]] = {}
         seen: set[int] = set()
         for place, (p, group, item) in enumerate(
-            zip(found.params, groups, map(broadcasting, plans, *columns[1:]), strict=True)
+            zip(found.params, owners, map(broadcasting, plans, *columns[1:]), strict=True)
         ):
             setting = settings[group]
             try:
                 name, _ = backends.pick(setting.choice, item, shared=place in shared)
             except backends.Unsupported as error:
-                raise Refused(place, str(error)) from None
+                position = next(i for i, other in enumerate(groups[group]["params"]) if other is p)
+                raise RuntimeError(f"{checks.label(groups[group], group, position)} {error}") from None
             # A tensor that was passed twice takes one step.
             if id(p) not in seen:
                 seen.add(id(p))
@@ -261,14 +265,6 @@ class Program:
             for names in self._names
         ]
         return Columns((), found.params, found.grads, *held), [own["step"] for own in states]
-
-
-class Refused(Exception):  # noqa: N818, caught where it can say more
-    """A backend that a group insists on does not support the parameter at a place."""
-
-    def __init__(self, place: int, reason: str) -> None:
-        super().__init__(reason)
-        self.place = place
 
 
 # Strides, dtype and bytes say what the shape of a dense tensor is, for less.

@@ -160,7 +160,8 @@ class BaseAdafactor(torch.optim.Optimizer):
 
         Raises:
             ValueError: a group's option is out of range, a parameter has changed its shape, or a gradient has another.
-            RuntimeError: a gradient is sparse, or a CUDA graph is being captured. A refused step touches nothing.
+            RuntimeError: a gradient is sparse, a CUDA graph is being captured, or a tensor does not suit fused=True. A
+                refused step touches nothing.
         """
         loss = None
         if closure is not None:
@@ -183,7 +184,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             for p, plan, rule in unready:
                 state.ensure(self.state[p], p, plan, rule, self.layout)
             found = batching.find(self.param_groups, self.state)
-            program = self._compile(found, settings)
+            program = batching.Program(found, self.param_groups, settings, self.layout)
             columns = program.gather(found)
         else:
             _refuse_capture(program.devices)
@@ -220,12 +221,6 @@ class BaseAdafactor(torch.optim.Optimizer):
                     unready.append((p, plan, rule))
         return unready
 
-    def _compile(self, found: batching.Found, settings: Sequence[batching.Setting]) -> batching.Program:
-        try:
-            return batching.Program(found, settings, self.layout)
-        except batching.Refused as refused:
-            raise RuntimeError(f"{self._label(found.params[refused.place])} {refused}") from None
-
     def taken(self) -> list[backends.Taken]:
         """What the next step of each parameter takes: see ``backends.why``."""
         taken: list[backends.Taken] = []
@@ -241,14 +236,6 @@ class BaseAdafactor(torch.optim.Optimizer):
                 except backends.Unsupported as error:
                     taken.append(backends.Taken(label, choice.name, str(error)))
         return taken
-
-    def _label(self, p: Tensor) -> str:
-        return next(
-            checks.label(group, index, position)
-            for index, group in enumerate(self.param_groups)
-            for position, other in enumerate(group["params"])
-            if other is p
-        )
 
     def _check_plan(
         self, p: Tensor, plan: Plan, before: Plan, group: Mapping[str, Any], index: int, position: int

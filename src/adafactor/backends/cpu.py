@@ -38,7 +38,7 @@ def unsupported(item: Item) -> str | None:
         return "a dispatch mode is on, which has to see every operation"
     for name, x in (("it", p), ("its gradient", g)):
         if type(x) not in (Tensor, Parameter):
-            return f"its type is {type(x).__name__}" if x is p else f"its gradient's type is {type(x).__name__}"
+            return f"{name} has type {type(x).__name__}"
         if x.dtype not in TYPES:
             return f"{name} has dtype {x.dtype}"
         if x.is_neg() or kernel.is_zerotensor(x):
@@ -48,6 +48,8 @@ def unsupported(item: Item) -> str | None:
     found = strides.matrices(plan, p.stride())
     if found is None:
         where = f"shape {plan.shape} and strides {p.stride()}"
+        if not plan.factored:
+            return f"its elements do not lie one behind the other in memory, with {where}"
         return f"its rows {plan.rows} and columns {plan.cols} do not lie as matrices in memory, with {where}"
     beside = {"gradient": g, "momentum": item.m, "variance": item.V, "row factor": item.R, "column factor": item.C}
     for name, y in beside.items():

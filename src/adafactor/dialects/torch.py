@@ -43,15 +43,17 @@ class Adafactor(BaseAdafactor):
         d: the clipping threshold of rms(u), above 0; None for no clipping.
         weight_decay: decoupled, times lr.
         foreach: True steps all tensors at once with ``torch._foreach_*``, at the price of
-            temporaries of the parameters' size; None and False step tensor by tensor.
+            temporaries of the parameters' size; None and False do not.
         maximize: whether to climb.
         factor: which dims are rows and columns: "last", the last two; "largest", the two largest; "matrix", the
             contiguous split of the dims that keeps the fewest numbers, with a full V where that is no larger.
         min_dim_size_to_factor: the fewest rows and columns that are factored.
-        fused: None and False are plain PyTorch; there is no kernel yet, so True is refused.
+        fused: None takes the compiled kernel for every tensor that it supports, and plain PyTorch for the others;
+            True takes nothing but the kernel, and False nothing but plain PyTorch. See ``adafactor.backends.why``.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
+        RuntimeError: fused=True, and there is no compiled kernel; a step, if it does not support one of the tensors.
 
     Source: ``torch/optim/_adafactor.py`` of PyTorch 2.13.
 
