@@ -47,6 +47,10 @@ PROBES = {
     "min_dim_size_to_factor": 7,
     "foreach": True,
     "fused": False,
+    "rounding": "kahan",
+    "seed": 7,
+    "skip_nonfinite": True,
+    "max_row_boost": 7.0,
 }
 
 
@@ -74,7 +78,9 @@ def probe(cls, name):
     # The lr of a relative group is a read-out.
     if name != "lr" and "lr" in fields and "rho" in fields:
         fields.remove("lr")
-    if backends.choose(old) is not backends.choose(new):
+    if name == "seed":
+        fields.append("the draws of rounding")
+    if backends.choose(old) != backends.choose(new):
         fields.append("backend")
     return fields
 
@@ -84,8 +90,7 @@ def rows(cls):
     for p in list(inspect.signature(cls).parameters.values())[1:]:
         default = p.default
         shown = default if not isinstance(default, torch.dtype) else str(default)
-        fields = probe(cls, p.name) if p.name != "fused" else ["backend (True is refused: no kernel yet)"]
-        yield p.name, f"{shown}", ", ".join(fields)
+        yield p.name, f"{shown}", ", ".join(probe(cls, p.name))
 
 
 def fixed(cls, set_by_arguments):

@@ -15,7 +15,7 @@ PACKAGE = Path(adafactor.__file__).parent
 # What each module may import of the package: only what stands above it here, or in its own line.
 ORDER = [
     ["shapes", "checks"],
-    ["rule"],
+    ["rule", "rounding"],
     ["sweeps"],
     ["reference"],
     ["backends.kernel", "backends.strides"],

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, checks
-from .layouts import Layout
+from . import backends, checks, reference, rounding, sweeps
+from .layouts import COMPENSATION, Layout
+from .rounding import Counter
 from .rule import Form, Rule, numbers
 from .shapes import Factoring, Plan
 from .state import State, arithmetic
-from .sweeps import Backend, Batch, Columns, Item, broadcasting, run, stacked, waves
+from .sweeps import Backend, Batch, Columns, Item, broadcasting, stacked, waves
 
 
 class Setting(NamedTuple):
@@ -31,6 +32,19 @@ class Setting(NamedTuple):
     factoring: Factoring
     form: Form
     momentum_dtype: torch.dtype | None
+    seed: int
+
+
+class Scaling(NamedTuple):
+    """What a GradScaler leaves to the step.
+
+    Attributes:
+        unscale: a scalar that all gradients are to be multiplied by first; None is 1.
+        found_inf: a scalar, other than 0 where the step is to be called off; None is 0.
+    """
+
+    unscale: Tensor | None
+    found_inf: Tensor | None
 
 
 class Found(NamedTuple):
@@ -58,10 +72,47 @@ def find(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) ->
 def item(p: Tensor, plan: Plan, own: Mapping[str, Any], form: Form, layout: Layout) -> Item:
     """What the next step of a parameter is for, with as much of its state as there is, and p for a missing gradient."""
     m = None if form.momentum is None else own.get(layout.momentum)
+    comp = own.get(COMPENSATION) if form.rounding == "kahan" else None
+    at = rounding.counter(0, plan.shape) if draws(p, form) else None
     g = p if p.grad is None else p.grad
     if plan.factored:
-        return broadcasting(plan, p, g, own.get(layout.row), own.get(layout.col), None, m)
-    return broadcasting(plan, p, g, None, None, own.get(layout.full), m)
+        return broadcasting(plan, p, g, own.get(layout.row), own.get(layout.col), None, m, comp, at)
+    return broadcasting(plan, p, g, None, None, own.get(layout.full), m, comp, at)
+
+
+def is_finite(g: Tensor, plan: Plan, dtype: torch.dtype) -> bool:
+    """Whether the gradient of a parameter of a dtype is finite, as the first sweep sees it. Waits for the device."""
+    if plan.numel == 0:
+        return True
+    whole = Item(plan, g, g.to(arithmetic(dtype)), None, None, None, None, None, None)
+    parts = (reference.largest_sum(each.g, reference.factor_sums(each.plan, each.g)) for each in stacked(whole))
+    return all(bool(part.isfinite()) for part in parts)
+
+
+def draws(p: Tensor, form: Form) -> bool:
+    """Whether a parameter is rounded with random bits."""
+    return form.rounding != "nearest" and p.dtype in rounding.LOW
+
+
+def counters(
+    found: Found, plans: Sequence[Plan], groups: Sequence[Mapping[str, Any]], settings: Sequence[Setting]
+) -> list[Counter | None]:
+    """Where the elements of the parameters found are among all draws; None where there are none.
+
+    What tells parameters apart is their name where they have one, else their place among all.
+    """
+    names: dict[Tensor, str] = {}
+    if any(setting.form.rounding != "nearest" for setting in settings):
+        place = 0
+        for group in groups:
+            own = group.get("param_names") or [None] * len(group["params"])
+            for p, name in zip(group["params"], own, strict=True):
+                names.setdefault(p, str(place) if name is None else name)
+                place += 1
+    return [
+        rounding.counter(rounding.key(settings[i].seed, names[p]), plan.shape) if draws(p, settings[i].form) else None
+        for i, p, plan in zip(found.groups, found.params, plans, strict=True)
+    ]
 
 
 def sharing(params: Sequence[Tensor]) -> set[int]:
@@ -112,7 +163,7 @@ class Measured(NamedTuple):
         return math.sqrt(float(self.p2) / float(self.numel))
 
 
-NOTHING = Columns((), (), (), (), (), (), ())
+NOTHING = Columns((), (), (), (), (), (), (), (), ())
 """What a batch holds between steps."""
 
 
@@ -127,57 +178,118 @@ class Part:
         self._plans = [members[i].plan for i in full]
         self._full = [members[i].place for i in full]
         self._is_stacked = any(plan.slices for plan in self._plans)
-        slices = [[item.plan for item in stacked(Item(plan, *[None] * 6))] for plan in self._plans]  # type: ignore[arg-type]
+        blank = [None] * (len(Item._fields) - 1)
+        slices = [[item.plan for item in stacked(Item(plan, *blank))] for plan in self._plans]  # type: ignore[arg-type]
         plans = list(chain.from_iterable(slices))
         owners = [i for i, some in zip(full, slices, strict=True) for _ in some]
+        # Slices of each member.
+        self._counts = [0] * len(members)
+        for i, some in zip(full, slices, strict=True):
+            self._counts[i] = len(some)
         self._groups = sorted({member.group for member in members})
         self._which = torch.tensor(
             [self._groups.index(members[i].group) for i in owners], dtype=torch.int64, device="cpu"
         )
         self._owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
         sizes = [members[i].width * plan.numel for i, plan in zip(owners, plans, strict=True)]
-        self._first = [owners.index(i) for i in full]
+        self._starts = [owners.index(i) for i in full]
         numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype, device="cpu")
         self._numel = numel.to(key.device, non_blocking=True)
         self._p2 = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
+        self._bad = torch.zeros(len(plans), dtype=torch.bool, device=key.device) if key.form.skip else None
         self._waves = [(wave, self._batch(wave)) for wave in waves(sizes, key.backend.WAVE)]
 
     def _batch(self, wave: slice) -> Batch:
         """A wave of no tensors yet."""
-        p2 = None if self._p2 is None else self._p2[wave]
-        return Batch(NOTHING, None, self.key.form, self.key.dtype, self._numel[wave], p2)  # type: ignore[arg-type]
+        p2, bad = (None if each is None else each[wave] for each in (self._p2, self._bad))
+        return Batch(NOTHING, None, self.key.form, self.key.dtype, self._numel[wave], p2, bad)  # type: ignore[arg-type]
 
-    def step(self, columns: Columns, steps: Sequence[Tensor], rules: Sequence[Rule]) -> None:
-        """Count and take one step.
+    def begin(self, columns: Columns, steps: Sequence[Tensor], rules: Sequence[Rule], unscale: Tensor | None) -> None:
+        """Get ready for a step. Writes nothing.
 
         Args:
             columns: of all parameters found, their plans aside.
             steps: the step counts of all parameters found.
             rules: of all groups.
+            unscale: what gradients are multiplied by first.
         """
-        backend, dtype, device = self.key.backend, self.key.dtype, self.key.device
-        t = backend.count([steps[i] for i in self._places])
+        dtype, device = self.key.dtype, self.key.device
+        self._steps = [steps[i] for i in self._places]
+        self._t = self.key.backend.count(self._steps)
         if not self._plans:
             return
         columns = Columns(self._plans, *([column[i] for i in self._full] for column in columns[1:]))  # type: ignore[arg-type]
         if self._is_stacked:
             rows = (each for item in map(broadcasting, *columns) for each in stacked(item))
             columns = Columns(*zip(*rows, strict=True))
-        table = numbers([rules[i] for i in self._groups], self._which, t[self._owners], dtype, device)
+        some = [rules[i] for i in self._groups]
+        table = numbers(some, self._which, self._t[self._owners], dtype, device, unscale)
         for wave, batch in self._waves:
             alone = len(self._waves) == 1
             batch.columns, batch.numbers = (columns, table) if alone else (columns.part(wave), table.part(wave))
-            try:
-                run(batch, backend)
-            finally:
-                batch.columns, batch.kept = NOTHING, None
+
+    def first(self) -> Tensor:
+        """The first sweep. Returns whether a gradient is not finite, 0-d."""
+        assert self._bad is not None
+        for _, batch in self._waves:
+            sweeps.first(batch, self.key.backend)
+        return self._bad.any()
+
+    def rest(self, hold: Tensor | None) -> Tensor | None:
+        """The rest of the step, and the first sweep of what is not to be called off as a whole: wave by wave.
+
+        Args:
+            hold: 0-d, whether everything is to stay as it is. None is no.
+
+        Returns:
+            Whether something stayed as it was, 0-d; None where nothing could.
+        """
+        backend, alone, whole = self.key.backend, self.key.form.skip == "parameter", self.key.form.skip == "step"
+        own: Tensor | None = None
+        if alone and self._is_stacked:
+            # Of a stack, all slices stay.
+            self.first()
+            own = self._spoilt()[self._owners]
+        for wave, batch in self._waves:
+            if not whole and own is None:
+                sweeps.first(batch, backend)
+            mask = own[wave] if own is not None else batch.bad if alone else None
+            if hold is not None:
+                mask = hold.repeat(len(batch.columns.p)) if mask is None else mask | hold
+            batch.hold = mask
+            sweeps.rest(batch, backend)
+        stay = self._spoilt() if alone else None
+        if hold is not None:
+            stay = hold if stay is None else stay | hold
+        t = self._t if stay is None else torch.where(stay, torch.stack(self._steps), self._t)
+        backend.keep(self._steps, t)
+        return None if stay is None else stay.any()
+
+    def end(self) -> None:
+        """Let go of all tensors of the step."""
+        self._steps, self._t = [], None  # type: ignore[assignment]
+        for _, batch in self._waves:
+            batch.columns, batch.numbers, batch.hold, batch.kept = NOTHING, None, None, None  # type: ignore[assignment]
+
+    def _spoilt(self) -> Tensor:
+        """[members] whether the gradient of each is not finite."""
+        assert self._bad is not None
+        if self._counts == [1] * len(self._counts):
+            return self._bad
+        return torch.stack([some.any() for some in torch.split(self._bad, self._counts)])
+
+    def looked_at(self) -> Iterator[tuple[int, Tensor]]:
+        """The place of each parameter that is not empty, and whether the gradients of its slices are not finite."""
+        if self._bad is not None:
+            for place, start, end in zip(self._full, self._starts, [*self._starts[1:], len(self._bad)], strict=True):
+                yield place, self._bad[start:end]
 
     def measured(self) -> Iterator[tuple[int, Measured | None]]:
         """The place of each parameter that is not empty, and what is known of it where the form scales.
 
         The tensors are the same from step to step. Of a stack, the first slice speaks.
         """
-        for place, i in zip(self._full, self._first, strict=True):
+        for place, i in zip(self._full, self._starts, strict=True):
             yield place, None if self._p2 is None else Measured(self._p2[i], self._numel[i])
 
 
@@ -209,6 +321,10 @@ class Program:
             for name, factored in ((layout.row, True), (layout.col, True), (layout.full, False))
         ]
         self._names.append([layout.momentum if settings[i].form.momentum is not None else None for i in owners])
+        low = [draws(p, settings[i].form) for i, p in zip(owners, found.params, strict=True)]
+        kahan = [each and settings[i].form.rounding == "kahan" for i, each in zip(owners, low, strict=True)]
+        self._names.append([COMPENSATION if each else None for each in kahan])
+        self._counters = counters(found, plans, groups, settings)
         columns, steps = self.gather(found)
         self._facts = None if torch.compiler.is_compiling() else _facts(found, columns, steps)
 
@@ -227,7 +343,7 @@ class Program:
             # A tensor that was passed twice takes one step.
             if id(p) not in seen:
                 seen.add(id(p))
-                key = Key(backends.BACKENDS[name], setting.form, arithmetic(p), p.device)
+                key = Key(backends.BACKENDS[name], setting.form, arithmetic(p.dtype), p.device)
                 members.setdefault(key, []).append(
                     Member(place, group, item.plan, p.element_size() + item.g.element_size())
                 )
@@ -248,14 +364,30 @@ class Program:
         """Where the parameters are."""
         return {part.key.device for part in self.parts}
 
-    def step(self, columns: tuple[Columns, list[Tensor]], rules: Sequence[Rule]) -> None:
-        """Take one step of all parts, under the rules of all groups."""
-        for part in self.parts:
-            part.step(*columns, rules)
+    def step(self, columns: tuple[Columns, list[Tensor]], rules: Sequence[Rule], scaling: Scaling) -> Tensor | None:
+        """Take one step of all parts, under the rules of all groups.
+
+        Returns:
+            Whether a tensor stayed as it was since a gradient is not finite, 0-d; None where nobody looked.
+        """
+        try:
+            for part in self.parts:
+                part.begin(*columns, rules, scaling.unscale)
+            inf = None if scaling.found_inf is None else scaling.found_inf != 0
+            whole = [part for part in self.parts if part.key.form.skip == "step"]
+            bad = _any([*(part.first() for part in whole), inf])
+            return _any([part.rest(_at(bad if part in whole else inf, part.key.device)) for part in self.parts])
+        finally:
+            for part in self.parts:
+                part.end()
 
     def measured(self) -> Iterator[tuple[int, Measured | None]]:
         """See Part.measured."""
         return chain.from_iterable(part.measured() for part in self.parts)
+
+    def looked_at(self) -> Iterator[tuple[int, Tensor]]:
+        """See Part.looked_at."""
+        return chain.from_iterable(part.looked_at() for part in self.parts)
 
     def gather(self, found: Found) -> tuple[Columns, list[Tensor]]:
         """The columns and the step counts of what was found, which has all its state."""
@@ -264,7 +396,23 @@ class Program:
             [None if name is None else own[name] for own, name in zip(states, names, strict=True)]
             for names in self._names
         ]
-        return Columns((), found.params, found.grads, *held), [own["step"] for own in states]
+        R, C, V, m, comp = held
+        columns = Columns((), found.params, found.grads, R, C, V, m, comp, self._counters)
+        return columns, [own["step"] for own in states]
+
+
+def _at(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """A mask on a device, which is waited for only by a CPU."""
+    return None if mask is None else mask.to(device, non_blocking=device.type != "cpu")
+
+
+def _any(masks: Sequence[Tensor | None]) -> Tensor | None:
+    """Whether any mask is true, 0-d, on the device of the first; None where there are none."""
+    some = [mask for mask in masks if mask is not None]
+    if not some:
+        return None
+    device = some[0].device
+    return torch.stack([mask.to(device, non_blocking=device.type != "cpu") for mask in some]).any()
 
 
 # Strides, dtype and bytes say what the shape of a dense tensor is, for less.
@@ -276,7 +424,8 @@ def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any
 
     Parameters and state are looked at less closely than gradients, which are new ones at every step.
     """
-    held = [x for column in (columns.R, columns.C, columns.V, columns.m, steps) for x in column if x is not None]
+    state = (columns.R, columns.C, columns.V, columns.m, columns.comp, steps)
+    held = [x for column in state for x in column if x is not None]
     kept = [*found.params, *held]
     try:
         return (

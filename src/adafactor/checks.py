@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from math import inf
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -110,6 +110,22 @@ def float_dtype(name: str, value: Any) -> torch.dtype:
     raise ValueError(f"{name} should be one of {', '.join(dtypes)}, got {value!r}")
 
 
+def boost(name: str, value: Any) -> float | None:
+    """A number >= 1, or None for no limit."""
+    if value is not None and not (is_number(value) and value >= 1):
+        raise ValueError(f"{name} should be >= 1 or None, got {value!r}")
+    return None if value is None else float(value)
+
+
+def skip(name: str, value: Any) -> Literal["step", "parameter"] | None:
+    """True is "step", False is None, or "parameter"."""
+    if isinstance(value, str) and value == "parameter":
+        return "parameter"
+    if isinstance(value, (str, Tensor)) or getattr(value, "shape", ()) != () or value not in (True, False):
+        raise ValueError(f"{name} should be True, False or 'parameter', got {value!r}")
+    return "step" if value else None
+
+
 def absent(group: Mapping[str, Any], *names: str) -> None:
     """Refuse options that stand for another algorithm, where a file of the original brings them."""
     for name in names:
@@ -125,6 +141,12 @@ def epsilons(name: str, value: Any, *, none: bool) -> tuple[float | None, float]
     return eps1, at_least_zero(f"{name}[1]", value[1])
 
 
+def name(group: Mapping[str, Any], index: int, position: int) -> str:
+    """A parameter's name where it has one, else its place in words."""
+    names = group.get("param_names")
+    return str(names[position]) if names else label(group, index, position)
+
+
 def label(group: Mapping[str, Any], index: int, position: int) -> str:
     """How messages name a parameter: by its name where it has one, and by its place."""
     names = group.get("param_names")
@@ -134,7 +156,9 @@ def label(group: Mapping[str, Any], index: int, position: int) -> str:
 
 def parameter(p: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
     """Refuse a parameter that Adafactor is not defined for, or not yet: anything but a dense tensor of real floats."""
-    if p.is_floating_point() and p.layout is torch.strided and not hasattr(p, "device_mesh"):
+    rounding = group.get("rounding", "nearest")
+    is_known = rounding == "nearest" or p.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    if p.is_floating_point() and p.layout is torch.strided and not hasattr(p, "device_mesh") and is_known:
         return
     where = label(group, index, position)
     if p.is_complex():
@@ -143,6 +167,8 @@ def parameter(p: Tensor, group: Mapping[str, Any], index: int, position: int) ->
         raise ValueError(f"{where} should have a floating-point dtype, got {p.dtype}: leave it out")
     if p.layout is not torch.strided:
         raise ValueError(f"{where} should be a dense tensor, got layout {p.layout}: optimize its values instead")
+    if not is_known:
+        raise ValueError(f"{where} should have a dtype that rounding={rounding!r} knows, got {p.dtype}: use 'nearest'")
     raise ValueError(f"{where} should be a plain tensor, got a sharded {type(p).__name__}, which is not supported yet")
 
 

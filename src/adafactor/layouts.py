@@ -16,6 +16,9 @@ from torch import Tensor
 from . import checks
 from .shapes import MODES, Factoring, Plan
 
+COMPENSATION = "compensation"
+"""What rounding="kahan" keeps, under the same name in every layout: the systems have nothing like it."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -116,6 +119,7 @@ def detect(state_dict: Mapping[str, Any], own: Layout) -> Layout:
     _check_structure(state_dict)
     group_keys = {key for group in state_dict["param_groups"] for key in group} - {"params", "param_names"}
     state_keys = {key for entry in state_dict["state"].values() if isinstance(entry, Mapping) for key in entry}
+    state_keys -= {COMPENSATION}
     for layout in LAYOUTS:
         if layout.marks <= group_keys:
             return layout
@@ -148,7 +152,7 @@ def read(found: Layout, own: Layout, entry: Any, plan: Plan, label: str) -> dict
                 f"got {', '.join(sorted(map(str, entry))) or 'nothing'}"
             )
     state: dict[str, Any] = {"step": _step(entry, label)}
-    names = dict(zip(found.names, own.names, strict=True))
+    names = {**dict(zip(found.names, own.names, strict=True)), COMPENSATION: COMPENSATION}
     for key, value in entry.items():
         if key in names:
             shape = saved.get(key, plan.shape)

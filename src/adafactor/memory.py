@@ -6,12 +6,13 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import checks, dialects, state
+from . import checks, dialects, layouts, state
 from .optimizer import BaseAdafactor
 
 STEP_BYTES = 4
@@ -27,6 +28,7 @@ class Entry:
         shape: the parameter's.
         statistics: bytes of R and C, or of V.
         momentum: bytes of m.
+        compensation: bytes that rounding="kahan" keeps.
         full: bytes that a full V would have.
     """
 
@@ -34,12 +36,13 @@ class Entry:
     shape: tuple[int, ...]
     statistics: int
     momentum: int
+    compensation: int
     full: int
 
     @property
     def bytes(self) -> int:
         """Bytes of all of it, the step count too."""
-        return self.statistics + self.momentum + STEP_BYTES
+        return self.statistics + self.momentum + self.compensation + STEP_BYTES
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,15 @@ def estimate(
             if not p.requires_grad or p in seen:
                 continue
             seen.add(p)
-            plan, dtype = factoring.plan(tuple(p.shape)), state.arithmetic(p)
-            held = state.tensors(plan, rule, cls.layout, dtype)
-            momentum = held.pop(cls.layout.momentum, None)
+            plan = factoring.plan(tuple(p.shape))
+            held = state.tensors(plan, rule, cls.layout, p.dtype)
+            momentum, compensation = (
+                prod(held[name][0]) * held[name][1].itemsize if name in held else 0
+                for name in (cls.layout.momentum, layouts.COMPENSATION)
+            )
             name = group["param_names"][position] if "param_names" in group else checks.label(group, index, position)
-            momentum_bytes = plan.numel * momentum[1].itemsize if momentum else 0
-            full = plan.numel * dtype.itemsize
-            entries.append(Entry(name, plan.shape, plan.kept * dtype.itemsize, momentum_bytes, full))
+            width = state.arithmetic(p.dtype).itemsize
+            entries.append(Entry(name, plan.shape, plan.kept * width, momentum, compensation, plan.numel * width))
             total += p.numel() * p.dtype.itemsize
     return Estimate(tuple(entries), total)
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from . import backends, batching, checks, saving, state
 from .layouts import Layout
 from .reference import norm
+from .rounding import ROUNDINGS
 from .rule import Rule
 from .shapes import MODES, Factoring, Plan
 
@@ -35,6 +36,10 @@ class BaseAdafactor(torch.optim.Optimizer):
         self._factored: dict[int, Factoring] = {}
         self._warned_lr = False
         self._program: batching.Program | None = None
+        # Whether the gradients of the last step were not finite, slice by slice, where it looked.
+        self._bad: dict[Tensor, Tensor] = {}
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
+        """Steps at which a gradient that was not finite left something as it was: 0-d, where the parameters are."""
         # Every group may give its own lr; all other defaults have to be good even if no group ends up with them.
         self._check_group({**defaults, "lr": 0.0 if defaults["lr"] is None else defaults["lr"]})
         super().__init__(params, defaults)
@@ -43,6 +48,15 @@ class BaseAdafactor(torch.optim.Optimizer):
     def rule(group: Mapping[str, Any]) -> Rule:
         """What a step of the group computes. Raises a ValueError that names the argument, its rule and its value."""
         raise NotImplementedError
+
+    @staticmethod
+    def engine(group: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the rule that every dialect sets alike. Raises a ValueError like ``rule``."""
+        return {
+            "rounding": checks.choice("rounding", group.get("rounding", "nearest"), ROUNDINGS),
+            "max_row_boost": checks.boost("max_row_boost", group.get("max_row_boost")),
+            "skip": checks.skip("skip_nonfinite", group.get("skip_nonfinite", False)),
+        }
 
     @staticmethod
     def factoring(group: Mapping[str, Any]) -> Factoring:
@@ -54,13 +68,15 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has to save and show what the original does.
-        return super().__getstate__() | {"_rms": self._rms, "_warned_lr": self._warned_lr}
+        own = {"_rms": self._rms, "_warned_lr": self._warned_lr, "skipped_steps": self.skipped_steps}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
         self._program = None
+        self._bad = {}
 
     # Groups
 
@@ -111,6 +127,7 @@ class BaseAdafactor(torch.optim.Optimizer):
     def _check_group(self, group: Mapping[str, Any]) -> Rule:
         backends.check(group)
         self.factoring(group)
+        checks.count("seed", group.get("seed", 0))
         return self.rule(group)
 
     # State
@@ -170,7 +187,9 @@ class BaseAdafactor(torch.optim.Optimizer):
 
         rules = [self._check_group(group) for group in self.param_groups]
         settings = [
-            batching.Setting(backends.choose(group), self.factoring(group), rule.form, rule.momentum_dtype)
+            batching.Setting(
+                backends.choose(group), self.factoring(group), rule.form, rule.momentum_dtype, group.get("seed", 0)
+            )
             for group, rule in zip(self.param_groups, rules, strict=True)
         ]
         found = batching.find(self.param_groups, self.state)
@@ -189,10 +208,14 @@ class BaseAdafactor(torch.optim.Optimizer):
         else:
             _refuse_capture(program.devices)
         self._warn_of_lr(rules)
-        program.step(columns, rules)
+        stayed = program.step(columns, rules, self._scaling())
+        if stayed is not None:
+            self.skipped_steps = self.skipped_steps.to(stayed.device).add_(stayed)
 
         for group, rule in zip(self.param_groups, rules, strict=True):
-            self._show_lr(group, rule)
+            # Where the host does not count the steps, it would wait for who does.
+            if rule.skip is None or all(p.device.type == "cpu" for p in group["params"]):
+                self._show_lr(group, rule)
         if program is not self._program:
             self._program = program
             for place, measured in program.measured():
@@ -200,10 +223,44 @@ class BaseAdafactor(torch.optim.Optimizer):
                     self._rms.pop(found.params[place], None)
                 else:
                     self._rms[found.params[place]] = measured
+            self._bad = {found.params[place]: bad for place, bad in program.looked_at()}
             for group, setting in zip(self.param_groups, settings, strict=True):
                 self._factored[id(group)] = setting.factoring
         self._forget_swapped()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler leaves unscaling and skipping to the step.
+
+        Only where every group asks for it with fused=True: hosts that clip gradients refuse an optimizer of this kind.
+        """
+        return all(group.get("fused") for group in self.param_groups)
+
+    def _scaling(self) -> batching.Scaling:
+        """What a GradScaler has set for this step."""
+        scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        # Rounded as torch's unscale_ rounds it.
+        unscale = None if scale is None else scale.double().reciprocal().float()
+        return batching.Scaling(unscale, inf if isinstance(inf, Tensor) else None)
+
+    def nonfinite_parameters(self) -> list[str]:
+        """The parameters whose gradients are not finite, by name, or as "parameter 0 of group 0" without names.
+
+        With skip_nonfinite, the gradients of the last step, as it saw them; without, and before the first step, those
+        that are there now. Finite means that the squares, and their sums over rows and over columns, are, in float32
+        (float64 for float64 parameters). Reads from the devices, so it may wait for them.
+        """
+        found = []
+        for index, group in enumerate(self.param_groups):
+            for position, p in enumerate(group["params"]):
+                if p in self._bad:
+                    bad = bool(self._bad[p].any())
+                else:
+                    bad = p.grad is not None and not batching.is_finite(p.grad, self._plan(p, group), p.dtype)
+                if bad:
+                    found.append(checks.name(group, index, position))
+        return found
 
     def _check(self, rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> list[tuple[Tensor, Plan, Rule]]:
         """Refuse what no step can be taken for. Returns the parameters whose state is not ready."""
@@ -287,7 +344,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         if p in self._rms:
             known = self._rms[p]
             return known if isinstance(known, float) else known.rms
-        return float(norm(p.detach().to(state.arithmetic(p)))) / math.sqrt(max(p.numel(), 1))
+        return float(norm(p.detach().to(state.arithmetic(p.dtype)))) / math.sqrt(max(p.numel(), 1))
 
     # Saving and loading
 

@@ -1,5 +1,7 @@
 """The specification: observe, average, measure and apply in plain PyTorch, one tensor after the other.
 
+What stays as it is, is selected and not multiplied by 0, since 0 * nan is nan; without a mask nothing is copied for it.
+
 In float64 it is the oracle that every other backend is held to. Only sums along dims and vector_norm are used: a full
 sum() depends on the number of threads. u is kept between measure and apply, so a step holds one tensor of a wave's size
 in the arithmetic's dtype (two while a full V takes in its gradient; and, for parameters of lower precision, copies of
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from .rounding import put, store
+from .shapes import Plan
 from .sweeps import Batch, Item, Scalar, scalars, sizes
 
 WAVE = 8 << 20
@@ -26,97 +30,134 @@ STAGE = 1 << 13
 
 
 class Kept(NamedTuple):
-    """What goes from sweep to sweep: each factored tensor's mean(C) or its floor, and each tensor's u."""
+    """What goes from sweep to sweep: each factored tensor's R over mean(C), and each tensor's u."""
 
-    means: list[Tensor | None]
+    rows: list[Tensor | None]
     u: list[Tensor]
 
 
 def count(steps: Sequence[Tensor]) -> Tensor:
-    """Add one to each step count. Returns them, [k] on the CPU."""
-    torch._foreach_add_(list(steps), 1.0)
-    return torch.stack(list(steps))
+    """[k] the step counts with this step, where they are. Writes nothing."""
+    return torch.stack(list(steps)).add_(1)
+
+
+def keep(steps: Sequence[Tensor], t: Tensor) -> None:
+    """Write step counts, [k]."""
+    torch._foreach_copy_(list(steps), list(t.unbind()))
 
 
 def observe(batch: Batch) -> list[tuple[Tensor, Tensor] | None]:
-    """Row and column sums of |g|^2 in R's and C's shapes, and sums of p^2 into p2. Writes no state."""
+    """Row and column sums of |g|^2 in R's and C's shapes; fills in p2 and bad. Writes no state."""
     if batch.p2 is not None:
         batch.p2.copy_(torch.stack([norm(p.to(batch.dtype)) for p in batch.columns.p]).square_())
-    return [factor_sums(item, batch.dtype) for item in batch.items]
+    sums: list[tuple[Tensor, Tensor] | None] = []
+    largest = []
+    for item, unscale in zip(batch.items, unscales(batch), strict=True):
+        g = gradient(item, batch.dtype, unscale)
+        sums.append(factor_sums(item.plan, g))
+        if batch.bad is not None:
+            largest.append(largest_sum(g, sums[-1]))
+    if batch.bad is not None:
+        torch.logical_not(torch.stack(largest).isfinite(), out=batch.bad)
+    return sums
 
 
 def average(batch: Batch, sums: list[tuple[Tensor, Tensor] | None]) -> None:
-    """Take the first sweep's sums into R and C, and keep mean(C) of each factored tensor, at least its floor.
+    """Take the first sweep's sums into R and C, and keep R over mean(C), which is at least its floor.
 
     mean(C) = mean(R): taken from C on every path, since a shard of rows has C whole.
     """
     n = batch.numbers
-    means: list[Tensor | None] = []
-    columns = (scalars(n.b), scalars(n.added), scalars(n.floor))
-    for item, factors, b, added, floor in zip(batch.items, sums, *columns, strict=True):
+    rows: list[Tensor | None] = []
+    columns = (scalars(n.b), scalars(n.added), scalars(n.floor), scalars(n.boost), holds(batch))
+    for item, factors, b, added, floor, boost, hold in zip(batch.items, sums, *columns, strict=True):
         if factors is None or item.R is None or item.C is None:
-            means.append(None)
+            rows.append(None)
             continue
-        for statistic, total, size in zip((item.R, item.C), factors, (item.plan.m, item.plan.n), strict=True):
-            mean = total.div_(size)
-            statistic.lerp_(mean.add_(added) if batch.form.added else mean, b)
-        means.append(item.C.mean(dim=item.plan.cols, keepdim=True).clamp_(min=floor))
-    batch.kept = Kept(means, [])
+        r, c = (total.div_(size) for total, size in zip(factors, (item.plan.m, item.plan.n), strict=True))
+        if batch.form.added:
+            r, c = r.add_(added), c.add_(added)
+        put(item.R, item.R.lerp(r, b), hold)
+        put(item.C, item.C.lerp(c, b), hold)
+        mean = item.C.mean(dim=item.plan.cols, keepdim=True).clamp_(min=floor)
+        rows.append(torch.maximum(item.R, r.div_(boost).div_(boost)).div_(mean))
+    batch.kept = Kept(rows, [])
 
 
 def measure(batch: Batch) -> Tensor:
     """[k] sums of u^2. Brings a full V up to date first."""
-    n, (means, u) = batch.numbers, batch.kept
-    for item, mean, b, added, cap in zip(batch.items, means, *map(scalars, (n.b, n.added, n.cap)), strict=True):
-        g = item.g.to(batch.dtype)
+    n, (rows, u) = batch.numbers, batch.kept
+    columns = (scalars(n.b), scalars(n.added), scalars(n.cap), unscales(batch), holds(batch))
+    for item, row, b, added, cap, unscale, hold in zip(batch.items, rows, *columns, strict=True):
+        g = gradient(item, batch.dtype, unscale)
         if item.V is not None:
             squares = g * g
-            item.V.lerp_(squares.add_(added) if batch.form.added else squares, b)
-        u.append(inverse_root(item, mean, cap).mul_(g))
+            if batch.form.added:
+                squares.add_(added)
+            put(item.V, torch.lerp(item.V, squares, b, out=item.V if hold is None else squares), hold)
+        u.append(inverse_root(item, row, cap).mul_(g))
     return torch.stack([norm(each) for each in u]).square_()
 
 
 def apply(batch: Batch, u2: Tensor) -> None:
     """Take step u, or size times the momentum of it, off the parameters, and decay of themselves: see ``sizes``."""
     step, size, decay = sizes(batch, u2)
-    still, factors = batch.numbers.still, zip(scalars(step), scalars(batch.numbers.keep1), strict=True)
-    for i, (item, (factor, keep1)) in enumerate(zip(batch.items, factors, strict=True)):
+    n = batch.numbers
+    columns = (scalars(step), scalars(n.keep1), scalars(n.t), holds(batch), stays(batch))
+    for i, (item, factor, keep1, t, hold, stay) in enumerate(zip(batch.items, *columns, strict=True)):
         u = batch.kept.u[i].mul_(factor)
-        if size is None:
-            select(u, still, i)
         if item.m is not None:
-            u = momentum(u, item.m, keep1, rounded=size is not None)
+            if size is None and n.still is not None:
+                # The average goes on over steps of size 0.
+                u.masked_fill_(n.still[i], 0)
+            u = momentum(u, item.m, keep1, hold, rounded=size is not None)
             if size is not None:
                 u.mul_(size[i])
-            select(u, still, i)
-        p = item.p.to(batch.dtype)
+        x = start(item, batch.dtype, stay)
         if decay is not None:
-            lose(p, decay[i], still, i)
-        p.sub_(u)
-        if p is not item.p:
-            item.p.copy_(p)
+            x.addcmul_(x, decay[i], value=-1)
+        store(item.p, x.sub_(u), item.comp, item.at, t, stay)
 
 
-def select(u: Tensor, still: Tensor | None, i: int) -> None:
-    """Make u 0 where the i-th tensor does not move: not by a product, since 0 * nan is nan."""
-    if still is not None:
-        u.masked_fill_(still[i], 0)
+def unscales(batch: Batch) -> Sequence[Scalar | None]:
+    """What each gradient is multiplied by first; None is 1."""
+    return scalars(batch.numbers.unscale) if batch.numbers.scaled else [None] * len(batch.columns.p)
 
 
-def lose(p: Tensor, decay: Tensor, still: Tensor | None, i: int) -> None:
-    """Take decay of p off p, selected like u."""
-    p.addcmul_(p if still is None else p.masked_fill(still[i], 0), decay, value=-1)
+def holds(batch: Batch) -> Sequence[Tensor | None]:
+    """The mask of each tensor that is to stay as it is, state and all; None where all go on."""
+    return [None] * len(batch.columns.p) if batch.hold is None else list(batch.hold)
 
 
-def momentum(u: Tensor, m: Tensor, keep1: Scalar, *, rounded: bool) -> Tensor:
-    """Take u into m, and return m's value as a tensor of its own: with rounded=True what m's dtype makes of both."""
-    if m.dtype == u.dtype:
-        return u.copy_(m.lerp_(u, keep1))
-    if rounded:
-        return u.copy_(m.lerp_(u.to(m.dtype), keep1))
-    u = m.to(u.dtype).lerp_(u, keep1)
-    m.copy_(u)
-    return u
+def stays(batch: Batch) -> Sequence[Tensor | None]:
+    """The mask of each tensor that is on hold or does not move; None where all move."""
+    masks = [mask for mask in (batch.hold, batch.numbers.still) if mask is not None]
+    if not masks:
+        return [None] * len(batch.columns.p)
+    return list(torch.stack(masks).any(dim=0))
+
+
+def gradient(item: Item, dtype: torch.dtype, unscale: Scalar | None) -> Tensor:
+    """g in the arithmetic's dtype, not to be written to."""
+    g = item.g.to(dtype)
+    return g if unscale is None else g * unscale
+
+
+def start(item: Item, dtype: torch.dtype, stay: Tensor | None) -> Tensor:
+    """What the step is taken off, to be written to: p itself where nothing is in the way."""
+    x = item.p.to(dtype, copy=stay is not None)
+    return x if item.comp is None else x.add_(item.comp)
+
+
+def momentum(u: Tensor, m: Tensor, keep1: Scalar, hold: Tensor | None, *, rounded: bool) -> Tensor:
+    """Take u into m, and return m's value in u's memory: with rounded=True what m's dtype makes of both."""
+    if m.dtype == u.dtype or not rounded:
+        u = torch.lerp(m.to(u.dtype), u, keep1, out=u)
+        put(m, u, hold)
+        return u
+    low = m.lerp(u.to(m.dtype), keep1)
+    put(m, low, hold)
+    return u.copy_(low)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -135,26 +176,31 @@ def norm(x: Tensor) -> Tensor:
     return x
 
 
-def factor_sums(item: Item, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def factor_sums(plan: Plan, g: Tensor) -> tuple[Tensor, Tensor] | None:
     """Sums of |g|^2 over the columns and over the rows, in R's and C's shapes; nothing where there are no factors."""
-    if not item.plan.factored:
+    if not plan.factored:
         return None
     # Norms along dims would need no tensor of squares, and take twice to eight times as long along the rows.
-    squares = item.g.to(dtype).square()
-    return squares.sum(dim=item.plan.cols, keepdim=True), squares.sum(dim=item.plan.rows, keepdim=True)
+    squares = g.square()
+    return squares.sum(dim=plan.cols, keepdim=True), squares.sum(dim=plan.rows, keepdim=True)
 
 
-def inverse_root(item: Item, mean: Tensor | None, cap: Scalar) -> Tensor:
+def largest_sum(g: Tensor, sums: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The largest sum of |g|^2 over rows or columns, without factors the largest |g|^2; nan where anything is nan."""
+    parts = sums or (torch.stack(g.aminmax()).square_(),)
+    return torch.stack([part.amax() for part in parts]).amax()
+
+
+def inverse_root(item: Item, row: Tensor | None, cap: Scalar) -> Tensor:
     """1 / max(sqrt V, f): a new tensor of the parameter's shape, finite where V is 0, nan where V is not finite.
 
     Factored, it is the product of two inverse roots, since R * C may underflow where neither factor does.
     """
     if item.V is not None:
         return _rsqrt(item.V).clamp_(max=cap)
-    assert item.R is not None
+    assert row is not None
     assert item.C is not None
-    assert mean is not None
-    return (_rsqrt(item.R / mean) * _rsqrt(item.C)).clamp_(max=cap)
+    return (_rsqrt(row) * _rsqrt(item.C)).clamp_(max=cap)
 
 
 def _rsqrt(x: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+Rounding = Literal["nearest", "stochastic", "kahan"]
+Skip = Literal["step", "parameter"]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -21,17 +24,19 @@ class Rule:
         alpha  =  rho max(eps2, rms(p))                          rho alone without parameter scale
         R      <- R + b (mean over columns of |g|^2 + e - R)     e = eps1 in the statistics, else 0
         C      <- C + b (mean over rows    of |g|^2 + e - C)     without factors: V <- V + b (|g|^2 + e - V)
-        V      =  R C / max(mean(C), f)                          f = eps1 as a floor, else 0
+        V      =  R C / max(mean(C), f)                          f = eps1 as a floor, else 0; see max_row_boost
         u      =  g / max(sqrt V, f)                             0 where g = 0
         u      <- u / max(1, rms(u) / d)
         u      <- alpha u                                        momentum "after": u <- m <- m + (1 - beta1) (u - m)
                                                                  "before": so, of u rounded to m's dtype, then alpha u
-        p      <- p - lambda p - u                               lambda = weight_decay (lr | alpha | 1)
+        p      <- round(p - lambda p - u)                        lambda = weight_decay (lr | alpha | 1)
 
     rms(x) is the root of the mean of squares over the whole tensor; rms(p) is taken before p changes; mean(C) = mean(R)
     is over each matrix of a batch. With ``maximize``, -u. Where lr is 0, p stays as it is, whatever the rest says.
     Arithmetic and R, C, V are in float32, for float64 parameters in float64, and so is m unless momentum_dtype says
-    otherwise; p is rounded once, at the end.
+    otherwise; p is rounded once, at the end, as ``rounding.py`` has it.
+
+    A gradient is finite where its |g|^2 and their sums over rows and over columns are, in the arithmetic's dtype.
 
     Source: Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 to 6, as the existing implementations vary it.
 
@@ -52,6 +57,12 @@ class Rule:
         weight_decay: times lr, alpha or 1, see decay_by.
         decay_by: what weight_decay is multiplied by.
         maximize: whether to climb.
+        rounding: how p is rounded where it is bfloat16 or float16: "nearest", "stochastic" or "kahan".
+        max_row_boost: in V, R is at least this step's mean over columns of |g|^2 + e, divided by the square of this: u
+            of a row that had no gradient for long, whose R has decayed, has an rms of about this at most. None is no
+            limit.
+        skip: what stays as it was, state and all, where a gradient is not finite: the "step", the "parameter" or
+            nothing.
     """
 
     rho: Literal["constant", "capped", "relative", "warmup"]
@@ -70,6 +81,9 @@ class Rule:
     cap: float = 1.0
     momentum: Literal["after", "before"] = "after"
     momentum_dtype: torch.dtype | None = None
+    rounding: Rounding = "nearest"
+    max_row_boost: float | None = None
+    skip: Skip | None = None
 
     @property
     def relative(self) -> bool:
@@ -81,7 +95,8 @@ class Rule:
         """The part of the rule that decides which operations run; tensors of one form share a batch."""
         momentum = None if self.beta1 is None else self.momentum
         decay = self.decay_by if self.weight_decay else None
-        return Form(self.rho, self.scale, self.eps1_in == "statistics" and self.eps1 != 0, momentum, decay)
+        added = self.eps1_in == "statistics" and self.eps1 != 0
+        return Form(self.rho, self.scale, added, momentum, decay, self.rounding, self.skip)
 
     def step_size(self, t: float) -> float:
         """rho at step t, as a float. t below 1 counts as 1, the step to come. Reads lr where it is a tensor."""
@@ -97,6 +112,8 @@ class Form(NamedTuple):
     added: bool
     momentum: Literal["after", "before"] | None
     decay: Literal["lr", "alpha", "one"] | None
+    rounding: Rounding
+    skip: Skip | None
 
 
 class Numbers(NamedTuple):
@@ -105,16 +122,22 @@ class Numbers(NamedTuple):
     Letters as in Rule; ``added`` is e; ``floor`` is f, but never 0; ``cap`` is 1/f, the largest inverse root, but never
     more than that of the smallest normal number (a gradient whose square underflows has a u of at most about 1, and one
     of 0 has 0); ``decay`` is lambda, to be multiplied by alpha where the form says so; ``d`` is inf for no clipping;
-    ``sign`` is -1 to climb; ``keep1`` is 1 - beta1; ``still`` marks tensors whose lr is 0, and is None where the host
-    knows that there are none.
+    ``sign`` is -1 to climb; ``keep1`` is 1 - beta1; ``boost`` is max_row_boost, inf for no limit; ``unscale`` is what
+    gradients are multiplied by first.
+
+    Attributes:
+        table: [rows, k].
+        still: [k] marks tensors whose lr is 0; None where the host knows that there are none.
+        scaled: whether there may be an ``unscale`` other than 1.
     """
 
     table: Tensor
     still: Tensor | None
+    scaled: bool
 
     def part(self, columns: slice) -> Numbers:
         """The numbers of some of the tensors."""
-        return Numbers(self.table[:, columns], None if self.still is None else self.still[columns])
+        return Numbers(self.table[:, columns], None if self.still is None else self.still[columns], self.scaled)
 
     def __getattr__(self, name: str) -> Tensor:
         if name in ROWS:
@@ -122,11 +145,18 @@ class Numbers(NamedTuple):
         raise AttributeError(name)
 
 
-ROWS = ("b", "rho", "added", "floor", "cap", "eps2", "d", "decay", "keep1", "sign")
+ROWS = ("b", "rho", "added", "floor", "cap", "eps2", "d", "decay", "keep1", "sign", "boost", "unscale", "t")
 """The rows of the table of step numbers, which are attributes of it."""
 
 
-def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype, device: torch.device) -> Numbers:
+def numbers(
+    rules: Sequence[Rule],
+    which: Tensor,
+    t: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    unscale: Tensor | None = None,
+) -> Numbers:
     """The step numbers of tensors under rules of one form.
 
     A few vector operations, in float64 and then rounded once to dtype; no accelerator is waited for.
@@ -134,20 +164,24 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
     Args:
         rules: all of one form.
         which: [k] the index of each tensor's rule, on the CPU.
-        t: [k] the step count of each, this step included, on the CPU.
+        t: [k] the step count of each, this step included, on the CPU or the device.
         dtype: what the arithmetic runs in.
         device: where the tensors are.
+        unscale: a scalar that all gradients are multiplied by; None is 1.
     """
     kind, by_lr = rules[0].rho, rules[0].decay_by == "lr"
     # The user's default device may be another.
     columns = torch.tensor([_column(rule, dtype) for rule in rules], dtype=torch.float64, device="cpu")
     table = columns[which].t().contiguous()
-    t = t.double()
     still: Tensor | None = None
-    if any(isinstance(rule.lr, Tensor) for rule in rules):
-        # MPS has no float64.
-        wide = torch.float32 if device.type == "mps" else torch.float64
+    # MPS has no float64.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    has_tensors = any(isinstance(rule.lr, Tensor) for rule in rules)
+    if has_tensors or t.device.type != "cpu":
         table, t = (x.to(device, wide, non_blocking=True) for x in (table, t))
+    else:
+        t = t.double()
+    if has_tensors:
         each = [torch.as_tensor(rule.lr, dtype=wide, device=device).reshape(()) for rule in rules]
         lr = torch.stack(each)[which.to(device, non_blocking=True)]
         still = lr == 0
@@ -157,13 +191,17 @@ def numbers(rules: Sequence[Rule], which: Tensor, t: Tensor, dtype: torch.dtype,
     elif any(rule.lr == 0 for rule in rules):
         still = (table[_RHO] == 0).to(device, non_blocking=True)
     tau, offset, least_b = table[len(ROWS) :]
+    table[_T] = t
     table[_B] = (t - offset).clamp_(min=1).pow_(tau).maximum(least_b)
     if kind != "constant":
         table[_RHO] = _rho(kind, table[_RHO], t)
-    return Numbers(table[: len(ROWS)].to(dtype).to(device, non_blocking=True), still)
+    table = table[: len(ROWS)].to(dtype).to(device, non_blocking=True)
+    if unscale is not None:
+        table[_UNSCALE] = unscale
+    return Numbers(table, still, unscale is not None)
 
 
-_B, _RHO, _DECAY = map(ROWS.index, ("b", "rho", "decay"))
+_B, _RHO, _DECAY, _UNSCALE, _T = map(ROWS.index, ("b", "rho", "decay", "unscale", "t"))
 
 
 def _column(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
@@ -187,6 +225,9 @@ def _column(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
         decay,
         1.0 if rule.beta1 is None else 1.0 - rule.beta1,
         -1.0 if rule.maximize else 1.0,
+        inf if rule.max_row_boost is None else rule.max_row_boost,
+        1.0,
+        0.0,
         rule.tau,
         rule.offset,
         1.0 - rule.cap,

@@ -17,8 +17,21 @@ from .shapes import Plan
 from .state import State
 
 Group = dict[str, Any]
-ENGINE_ARGUMENTS = ("factor", "min_dim_size_to_factor", "factored", "batch_dims", "foreach", "fused")
-"""The arguments that say how a step is computed and what is kept for it: never taken from a saved state."""
+ENGINE_ARGUMENTS = (
+    "factor",
+    "min_dim_size_to_factor",
+    "factored",
+    "batch_dims",
+    "foreach",
+    "fused",
+    "rounding",
+    "skip_nonfinite",
+    "max_row_boost",
+)
+"""The arguments that say how a step is computed and what is kept for it: never taken from a saved state.
+
+The seed is: a run that goes on from a file goes on with its draws.
+"""
 
 
 class Loaded(NamedTuple):

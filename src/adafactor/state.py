@@ -1,7 +1,9 @@
 """One parameter's state: what it holds, when it fits, how it is made, moved and copied.
 
 It holds ``step`` (float32, 0-d, on the CPU), R and C or V, and m where the rule has momentum, under the names and in
-the shapes of the dialect's layout: checkpoint tools take the names of what they restore from it.
+the shapes of the dialect's layout, and the compensation of rounding="kahan": checkpoint tools take the names of what
+they restore from it. Where steps may be skipped on an accelerator, ``step`` is there, beside its parameter: the host
+does not know which are.
 """
 
 from __future__ import annotations
@@ -12,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layouts import Layout
+from .layouts import COMPENSATION, Layout
+from .rounding import LOW
 from .rule import Rule
 from .shapes import Plan
 
 State = dict[str, Any]
 
 
-def arithmetic(p: Tensor) -> torch.dtype:
-    """What a parameter's arithmetic runs in and its statistics are kept in."""
-    return torch.float64 if p.dtype is torch.float64 else torch.float32
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """What the arithmetic of a parameter of a dtype runs in and its statistics are kept in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def tensors(
@@ -33,33 +36,47 @@ def tensors(
         plan: the parameter's.
         rule: its group's, for the momentum.
         layout: the dialect's.
-        dtype: of the arithmetic.
+        dtype: of the parameter.
     """
-    held = {name: (shape, dtype) for name, shape in layout.shapes(plan).items()}
+    wide = arithmetic(dtype)
+    held = {name: (shape, wide) for name, shape in layout.shapes(plan).items()}
     if rule.beta1 is not None:
-        held[layout.momentum] = plan.shape, rule.momentum_dtype or dtype
+        held[layout.momentum] = plan.shape, rule.momentum_dtype or wide
+    if rule.rounding == "kahan" and dtype in LOW:
+        held[COMPENSATION] = plan.shape, dtype
     return held
 
 
 def steps(state: Mapping[str, Any] | None) -> float:
     """How many steps a state has counted."""
-    return float(state["step"]) if state and "step" in state else 0.0
+    if not state or "step" not in state or getattr(state["step"], "is_meta", False):
+        return 0.0
+    return float(state["step"])
 
 
 def fits(state: Mapping[str, Any], plan: Plan, layout: Layout) -> bool:
     """Whether a state was made for a plan."""
-    shapes = {name: tuple(state[name].shape) for name in layout.names if name in state}
-    return shapes.pop(layout.momentum, plan.shape) == plan.shape and shapes == layout.shapes(plan)
+    shapes = {name: tuple(state[name].shape) for name in (*layout.names, COMPENSATION) if name in state}
+    beside = {shapes.pop(name, plan.shape) for name in (layout.momentum, COMPENSATION)}
+    return beside == {plan.shape} and shapes == layout.shapes(plan)
 
 
 def ready(state: Mapping[str, Any], p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> bool:
-    """Whether a step can use a state as it is: everything is there, for this plan, where p is, in the right dtype."""
-    return _counts(state) and all(
-        (value := state.get(name)) is not None
-        and value.shape == shape
-        and value.dtype == dtype
-        and value.device == p.device
-        for name, (shape, dtype) in tensors(plan, rule, layout, arithmetic(p)).items()
+    """Whether a step can use a state as it is: everything is there, for this plan, where p is, in the right dtype.
+
+    A compensation that is not wanted is not left to be taken for one later.
+    """
+    wanted = tensors(plan, rule, layout, p.dtype)
+    return (
+        _counts(state, p, rule)
+        and (COMPENSATION in state) == (COMPENSATION in wanted)
+        and all(
+            (value := state.get(name)) is not None
+            and value.shape == shape
+            and value.dtype == dtype
+            and value.device == p.device
+            for name, (shape, dtype) in wanted.items()
+        )
     )
 
 
@@ -70,11 +87,14 @@ def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> N
     Never as inference tensors, which no later step could write to.
     """
     if not fits(state, plan, layout):
-        for name in ("step", *layout.names):
+        for name in ("step", *layout.names, COMPENSATION):
             state.pop(name, None)
-    if not _counts(state):
-        state["step"] = torch.tensor(steps(state), dtype=torch.float32, device="cpu")
-    for name, (shape, dtype) in tensors(plan, rule, layout, arithmetic(p)).items():
+    if not _counts(state, p, rule):
+        state["step"] = torch.tensor(steps(state), dtype=torch.float32, device=_counter_device(p, rule))
+    wanted = tensors(plan, rule, layout, p.dtype)
+    if COMPENSATION not in wanted:
+        state.pop(COMPENSATION, None)
+    for name, (shape, dtype) in wanted.items():
         kept = state.get(name)
         if kept is None:
             state[name] = _zeros(p, name, shape, dtype, plan, layout)
@@ -85,12 +105,14 @@ def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> N
 @torch.inference_mode(False)
 def copy_for(p: Tensor, state: Mapping[str, Any], plan: Plan, rule: Rule, layout: Layout) -> State:
     """A copy of a loaded state where p's step needs it: beside p, statistics in the dtypes they are kept in."""
-    kept = tensors(plan, rule, layout, arithmetic(p))
+    kept = tensors(plan, rule, layout, p.dtype)
     copy: State = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
             _, dtype = kept.get(name, (None, value.dtype))
             device = value.device if name == "step" else p.device
+            if name == COMPENSATION and name not in kept:
+                continue
             value = value.detach().to(device, dtype, copy=True)
             if not p.is_contiguous() and name in kept and value.shape == kept[name][0]:
                 value = _zeros(p, name, *kept[name], plan, layout).copy_(value)
@@ -107,7 +129,16 @@ def _zeros(p: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pla
     return zeros.permute([order.index(i) for i in range(p.dim())]).view(shape)
 
 
-def _counts(state: Mapping[str, Any]) -> bool:
+def _counter_device(p: Tensor, rule: Rule) -> torch.device:
+    return torch.device("cpu") if rule.skip is None else p.device
+
+
+def _counts(state: Mapping[str, Any], p: Tensor, rule: Rule) -> bool:
     """Whether the step count is where it is kept: tools move all tensors of a state at once, or put an int there."""
     step = state.get("step")
-    return isinstance(step, Tensor) and step.dtype is torch.float32 and step.dim() == 0 and step.device.type == "cpu"
+    return (
+        isinstance(step, Tensor)
+        and step.dtype is torch.float32
+        and step.dim() == 0
+        and step.device == _counter_device(p, rule)
+    )

@@ -1,7 +1,8 @@
 """The order of a step: three sweeps over the gradients, and what happens to small numbers between them.
 
 A backend is a module with the functions ``observe``, ``average``, ``measure`` and ``apply`` (the protocol ``Backend``);
-this file is all that calls them. The two places where sharded tensors reduce over their shards are marked.
+this file is all that calls them. The two places where sharded tensors reduce over their shards are marked. Between
+``first`` and ``rest`` nothing is written yet: a step can still be called off.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .rounding import Counter
 from .rule import Form, Numbers
 from .shapes import Plan
 
@@ -21,7 +23,10 @@ Scalar = Any
 
 
 class Item(NamedTuple):
-    """One tensor's part of a step: R and C where its plan is factored, else V; m only with momentum."""
+    """One tensor's part of a step: R and C where its plan is factored, else V; m only with momentum.
+
+    comp is the compensation of rounding="kahan". at is None where the parameter is rounded to the nearest.
+    """
 
     plan: Plan
     p: Tensor
@@ -30,6 +35,8 @@ class Item(NamedTuple):
     C: Tensor | None
     V: Tensor | None
     m: Tensor | None
+    comp: Tensor | None
+    at: Counter | None
 
 
 class Columns(NamedTuple):
@@ -42,6 +49,8 @@ class Columns(NamedTuple):
     C: Sequence[Tensor | None]
     V: Sequence[Tensor | None]
     m: Sequence[Tensor | None]
+    comp: Sequence[Tensor | None]
+    at: Sequence[Counter | None]
 
     def part(self, rows: slice) -> Columns:
         """Some of the items."""
@@ -59,6 +68,8 @@ class Batch:
         dtype: what the arithmetic runs in, float32 or float64; the items' R, C and V have it too.
         numel: [k] their sizes.
         p2: [k] where the first sweep leaves the sums of p^2; None where the form does not scale.
+        bad: [k] where the first sweep marks gradients that are not finite; None where the form does not skip.
+        hold: [k] marks the tensors that are to stay as they are, state and all; None is none of them.
         memo: what is kept from step to step, while plans and tensors other than g stay what and where they are.
         kept: what the backend keeps from sweep to sweep.
     """
@@ -69,6 +80,8 @@ class Batch:
     dtype: torch.dtype
     numel: Tensor
     p2: Tensor | None
+    bad: Tensor | None
+    hold: Tensor | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: Any = None
 
@@ -82,7 +95,11 @@ class Backend(Protocol):
     """The three sweeps, and what is between them. ``reference.py`` is the specification of each."""
 
     def count(self, steps: Sequence[Tensor]) -> Tensor:
-        """Add one to each step count. Returns them, [k] on the CPU."""
+        """[k] the step counts with this step, where they are. Writes nothing."""
+        ...
+
+    def keep(self, steps: Sequence[Tensor], t: Tensor) -> None:
+        """Write step counts, [k]."""
         ...
 
     @property
@@ -91,7 +108,7 @@ class Backend(Protocol):
         ...
 
     def observe(self, batch: Batch) -> Any:
-        """Row and column sums of |g|^2, as the backend keeps them, and sums of p^2 into p2. Writes no state."""
+        """Row and column sums of |g|^2, as the backend keeps them; fills in p2 and bad. Writes no state."""
         ...
 
     def average(self, batch: Batch, sums: Any) -> None:
@@ -107,11 +124,15 @@ class Backend(Protocol):
         ...
 
 
-def run(batch: Batch, backend: Backend) -> None:
-    """One step of a batch, in place."""
-    sums = backend.observe(batch)
-    # Sharded tensors reduce the sums and p2 here.
-    backend.average(batch, sums)
+def first(batch: Batch, backend: Backend) -> None:
+    """The first sweep."""
+    batch.kept = backend.observe(batch)
+    # Sharded tensors reduce the sums, p2 and bad here.
+
+
+def rest(batch: Batch, backend: Backend) -> None:
+    """The rest of a step of a batch, in place, for all tensors that are not on hold."""
+    backend.average(batch, batch.kept)
     u2 = backend.measure(batch)
     # Sharded tensors reduce u2 here.
     backend.apply(batch, u2)
@@ -123,8 +144,6 @@ def sizes(batch: Batch, u2: Tensor) -> tuple[Tensor, Tensor | None, Tensor | Non
     alpha = numbers.rho
     if batch.p2 is not None:
         alpha = alpha * torch.maximum((batch.p2 / batch.numel).sqrt(), numbers.eps2)
-    if numbers.still is not None:
-        alpha = alpha.masked_fill(numbers.still, 0)
     # Without clipping, d = inf, an overflow of u2 must not count.
     d = numbers.d
     clip = torch.where(d < torch.inf, ((u2 / batch.numel).sqrt() / d).clamp(min=1), 1)
@@ -136,18 +155,14 @@ def sizes(batch: Batch, u2: Tensor) -> tuple[Tensor, Tensor | None, Tensor | Non
     decay = None
     if form.decay is not None:
         decay = numbers.decay * alpha if form.decay == "alpha" else numbers.decay
-        if numbers.still is not None:
-            decay = decay.masked_fill(numbers.still, 0)
     return step, size, decay
 
 
-def broadcasting(
-    plan: Plan, p: Tensor, g: Tensor, R: Tensor | None, C: Tensor | None, V: Tensor | None, m: Tensor | None
-) -> Item:
+def broadcasting(plan: Plan, p: Tensor, g: Tensor, R: Tensor | None, C: Tensor | None, *others: Any) -> Item:
     """An item, whose R and C have the shapes that broadcast, whatever the layout keeps them in."""
     if R is not None and C is not None and R.dim() < len(plan.shape):
         R, C = R.view(plan.row_shape), C.view(plan.col_shape)
-    return Item(plan, p, g, R, C, V, m)
+    return Item(plan, p, g, R, C, *others)
 
 
 def stacked(item: Item) -> list[Item]:
@@ -157,7 +172,12 @@ def stacked(item: Item) -> list[Item]:
         return [item]
     rows, cols = (tuple(i - 1 for i in dims) for dims in (plan.rows, plan.cols))
     inner = Plan(plan.shape[1:], rows, cols, plan.slices - 1)
-    parts = zip(*([None] * plan.shape[0] if x is None else x.unbind(0) for x in item[1:]), strict=True)
+    count, at = plan.shape[0], item.at
+    places: list[Counter | None] = [None] * count
+    if at is not None:
+        places = [Counter(at.key, at.start + i * at.strides[0], at.strides[1:]) for i in range(count)]
+    tensors: Sequence[Tensor | None] = item[1:-1]
+    parts = zip(*([None] * count if x is None else x.unbind(0) for x in tensors), places, strict=True)
     return [each for part in parts for each in stacked(Item(inner, *part))]
 
 

@@ -52,9 +52,11 @@ def unsupported(item: Item) -> str | None:
             return f"its elements do not lie one behind the other in memory, with {where}"
         return f"its rows {plan.rows} and columns {plan.cols} do not lie as matrices in memory, with {where}"
     beside = {"gradient": g, "momentum": item.m, "variance": item.V, "row factor": item.R, "column factor": item.C}
-    for name, y in beside.items():
+    for name, y in {**beside, "compensation": item.comp}.items():
         if y is not None and not strides.is_dense(y.shape, y.stride(), found.order):
             return f"its {name} has strides {y.stride()}, and it has {p.stride()}"
+    if item.at is not None and len(strides.lines(plan.shape, item.at.strides, found.order)) > kernel.RANK:
+        return f"its elements lie in memory in an order of more than {kernel.RANK} dims, with strides {p.stride()}"
     return None
 
 
@@ -63,7 +65,7 @@ class _Table:
 
     def __init__(self, batch: Batch) -> None:
         columns, form = batch.columns, batch.form
-        shapes, addresses = array("q"), array("Q")
+        shapes, addresses, counters = array("q"), array("Q"), array("Q")
         for item in batch.items:
             lies = strides.matrices(item.plan, item.p.stride())
             assert lies is not None
@@ -71,16 +73,21 @@ class _Table:
             types = (TYPES[item.p.dtype], TYPES[item.g.dtype], moment)
             shapes.extend((lies.batch, lies.n, lies.m, item.plan.factored, lies.swapped, *types))
             factors = (item.C, item.R) if lies.swapped else (item.R, item.C)
-            addresses.extend(map(_address, (item.p, item.g, *factors, item.V, item.m)))
-        self.shapes, self.addresses = shapes, addresses
+            addresses.extend(map(_address, (item.p, item.g, *factors, item.V, item.m, item.comp)))
+            if form.rounding != "nearest":
+                counters.extend(_counter(item, lies.order))
+        # They are to live as long as the call that points to them.
+        self.shapes, self.addresses, self.counters = shapes, addresses, counters
         self.call = kernel.Call(
             k=len(columns.p),
             wide=batch.dtype is torch.float64,
             momentum=_MOMENTUM[form.momentum],
             decay=_DECAY[form.decay],
             p2=_address(batch.p2),
+            bad=_address(batch.bad),
             shapes=shapes.buffer_info()[0],
             tensors=addresses.buffer_info()[0],
+            counters=counters.buffer_info()[0] if counters else 0,
         )
         self.pointer = ctypes.byref(self.call)
         self.size = kernel.library().adafactor_scratch(self.pointer)
@@ -89,22 +96,37 @@ class _Table:
         self.of_factors = any(plan.factored for plan in columns.plans)
 
 
+def _counter(item: Item, order: Sequence[int]) -> list[int]:
+    """An item's place among the draws, as the C++ struct Counter."""
+    if item.at is None:
+        return [0] * (3 + 2 * kernel.RANK)
+    lines = strides.lines(item.plan.shape, item.at.strides, order)
+    sizes, steps = zip(*lines, *[(0, 0)] * (kernel.RANK - len(lines)), strict=True)
+    return [item.at.key, item.at.start, len(lines), *sizes, *steps]
+
+
 def count(steps: Sequence[Tensor]) -> Tensor:
-    """Add one to each step count. Returns them, [k] on the CPU."""
+    """[k] the step counts with this step. Writes nothing."""
     t = torch.empty(len(steps), dtype=torch.float32, device="cpu")
     addresses = array("Q", map(Tensor.data_ptr, steps))
     kernel.library().adafactor_count(len(steps), addresses.buffer_info()[0], t.data_ptr())
     return t
 
 
+def keep(steps: Sequence[Tensor], t: Tensor) -> None:
+    """Write step counts, [k]."""
+    addresses = array("Q", map(Tensor.data_ptr, steps))
+    kernel.library().adafactor_keep(len(steps), addresses.buffer_info()[0], t.data_ptr())
+
+
 def observe(batch: Batch) -> Tensor:
-    """Row and column sums of |g|^2 of all factored tensors in one vector, and sums of p^2 into p2. Writes no state."""
+    """Row and column sums of |g|^2 of all factored tensors in one vector; fills in p2 and bad. Writes no state."""
     table = batch.memo.get("table")
     if table is None:
         table = batch.memo["table"] = _Table(batch)
-    table.addresses[1::6] = array("Q", map(Tensor.data_ptr, batch.columns.g))
+    table.addresses[1::7] = array("Q", map(Tensor.data_ptr, batch.columns.g))
     sums = torch.empty(table.size, dtype=batch.dtype, device="cpu")
-    call, (numbers, still) = table.call, batch.numbers
+    call, (numbers, still, _) = table.call, batch.numbers
     call.threads = torch.get_num_threads()
     call.numbers, call.stride, call.still = numbers.data_ptr(), numbers.stride(0), _address(still)
     call.scratch = sums.data_ptr()
@@ -116,6 +138,7 @@ def average(batch: Batch, sums: Tensor) -> None:
     """Take the first sweep's sums into R and C, and leave their inverse roots where the sums were."""
     batch.kept = sums
     table = batch.memo["table"]
+    table.call.hold = _address(batch.hold)
     if table.of_factors:
         _run(kernel.library().adafactor_average, table)
 
@@ -130,7 +153,7 @@ def measure(batch: Batch) -> Tensor:
 
 
 def apply(batch: Batch, u2: Tensor) -> None:
-    """Take the step off the parameters."""
+    """Take the step off the parameters that are not on hold."""
     # Before p is written: it refuses what may not be.
     torch.autograd.graph.increment_version(batch.columns.p)
     _run(kernel.library().adafactor_apply, batch.memo["table"])

@@ -13,8 +13,11 @@ import torch
 LIBRARY = Path(__file__).parent.parent / "_cpu.so"
 """What the install makes of csrc/adafactor.cpp where it finds a compiler."""
 
-INTERFACE = 1
+INTERFACE = 2
 """Of the library's functions and structs; one that was built for another is not called."""
+
+RANK = 8
+"""Dims in the C++ struct Counter."""
 
 # Private names of torch, which a version may lack; then there is nothing to ask.
 modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -31,9 +34,9 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, _INDEX) for name in ("k", "threads", "wide", "momentum", "decay")),
-        *((name, _ADDRESS) for name in ("shapes", "tensors", "scratch", "numbers")),
+        *((name, _ADDRESS) for name in ("shapes", "tensors", "counters", "scratch", "numbers")),
         ("stride", _INDEX),
-        *((name, _ADDRESS) for name in ("still", "p2", "u2")),
+        *((name, _ADDRESS) for name in ("still", "hold", "bad", "p2", "u2")),
     )
 
 
@@ -60,7 +63,7 @@ def library() -> ctypes.CDLL:
     kernel.adafactor_isa.restype = ctypes.c_char_p
     kernel.adafactor_isa.argtypes = [_INDEX]
     kernel.adafactor_choose.argtypes = [_INDEX]
-    kernel.adafactor_count.argtypes = [_INDEX, _ADDRESS, _ADDRESS]
+    kernel.adafactor_count.argtypes = kernel.adafactor_keep.argtypes = [_INDEX, _ADDRESS, _ADDRESS]
     kernel.adafactor_scratch.restype = _INDEX
     kernel.adafactor_start(ctypes.cast(parallel_for, _ADDRESS))
     return kernel

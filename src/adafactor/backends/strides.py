@@ -65,3 +65,23 @@ def matrices(plan: Plan, stride: Sequence[int]) -> Matrices | None:
         return None
     n, m = (plan.m, plan.n) if swapped else (plan.n, plan.m)
     return Matrices(prod(plan.shape) // (n * m), n, m, swapped, order)
+
+
+def lines(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> list[tuple[int, int]]:
+    """Sizes, and strides of something that counts elements, of as few dims as say the same; from the outermost inwards.
+
+    Args:
+        shape: a tensor's.
+        strides: what a step along each dim adds to the count.
+        order: the dims that are larger than 1, the outermost in memory first.
+
+    >>> lines((5, 3, 4), (12, 4, 1), (0, 1, 2)), lines((5, 3, 4), (12, 4, 1), (0, 2, 1))
+    ([(60, 1)], [(5, 12), (4, 1), (3, 4)])
+    """
+    found: list[tuple[int, int]] = []
+    for i in order:
+        if found and found[-1][1] == shape[i] * strides[i]:
+            found[-1] = found[-1][0] * shape[i], strides[i]
+        else:
+            found.append((shape[i], strides[i]))
+    return found or [(1, 1)]

@@ -44,15 +44,25 @@ struct Shape {
   Index numel() const { return batch * n * m; }
 };
 
-// Addresses. R is that of the rows in memory, C that of its columns: the other way round where the plan is swapped.
+// Addresses. R is that of the rows in memory, C that of its columns: the other way round where the plan is swapped. comp
+// is null but for a compensation of p's rounding.
 struct Tensor {
   void *p;
   const void *g;
-  void *R, *C, *V, *moment;
+  void *R, *C, *V, *moment, *comp;
+};
+
+// Where a tensor's elements are among all draws of stochastic rounding: dims from the outermost in memory on, and what a
+// step along each adds to the index, which begins with start.
+constexpr Index RANK = 8;
+struct Counter {
+  uint64_t key;
+  Index start, rank;
+  Index size[RANK], stride[RANK];
 };
 
 // The rows of the table of step numbers.
-enum Row : Index { B, RHO, ADDED, FLOOR, CAP, EPS2, D, DECAY, KEEP1, SIGN };
+enum Row : Index { B, RHO, ADDED, FLOOR, CAP, EPS2, D, DECAY, KEEP1, SIGN, BOOST, UNSCALE, STEP };
 
 // What a call works on: k tensors.
 struct Batch {
@@ -62,16 +72,21 @@ struct Batch {
   Index decay;     // 0 none, 1 as it is, 2 times alpha
   const Shape *shapes;
   const Tensor *tensors;
+  const Counter *counters;  // null where all parameters are rounded to the nearest
   void *scratch;
   const void *numbers;  // the table: a row for each Row, k columns
   Index stride;         // from row to row
   const uint8_t *still;  // null where all move
+  const uint8_t *hold;   // those that stay as they are, state and all; null where none does
+  uint8_t *bad;          // where observe marks gradients that are not finite; null where nobody asks
   void *p2, *u2;         // sums of squares; p2 is null where nothing scales
 
   template <class A>
   A number(Row row, Index t) const {
     return static_cast<const A *>(numbers)[row * stride + t];
   }
+
+  bool holds(Index t) const { return hold && hold[t]; }
 };
 
 // Elements that one pass works on while they stay in the first level of cache.
@@ -163,14 +178,15 @@ std::vector<Tile> blocks(const Batch &batch, const std::vector<Place> &places) {
   return tiles;
 }
 
-// The tiles of all tensors for what sums no columns: contiguous.
-std::vector<Tile> pieces(const Batch &batch) {
+// The tiles of all tensors, or of those without factors, for what sums no columns: contiguous.
+std::vector<Tile> pieces(const Batch &batch, bool factored = true) {
   std::vector<Tile> tiles;
   Index before = 0;
   for (Index t = 0; t < batch.k; ++t) {
     const Shape &s = batch.shapes[t];
     Index rows = std::max(SMALL / s.m, Index{1}), columns = std::min(s.m, SMALL);
-    for (Index i = 0; i < s.batch * s.n; i += rows)
+    Index end = factored || !s.factored ? s.batch * s.n : 0;
+    for (Index i = 0; i < end; i += rows)
       for (Index j = 0; j < s.m; j += columns)
         tiles.push_back(
             {t, i, std::min(i + rows, s.batch * s.n), j, std::min(j + columns, s.m), before + i * s.m + j});
@@ -328,7 +344,7 @@ int32_t call(void (*sweep)(const Batch &), const Batch *batch) {
 #endif
 
 // What kernel.py checks before anything else: changed whenever a struct or a function here is.
-EXPORT Index adafactor_interface() { return 1; }
+EXPORT Index adafactor_interface() { return 2; }
 
 // Takes torch_parallel_for.
 EXPORT void adafactor_start(ParallelFor function) {
@@ -355,9 +371,14 @@ EXPORT Index adafactor_scratch(const Batch *batch) {
   }
 }
 
-// Adds one to each step count and copies it to t.
-EXPORT void adafactor_count(Index k, float *const *steps, float *t) {
-  for (Index i = 0; i < k; ++i) t[i] = *steps[i] += 1;
+// Copies each step count to t, with this step.
+EXPORT void adafactor_count(Index k, const float *const *steps, float *t) {
+  for (Index i = 0; i < k; ++i) t[i] = *steps[i] + 1;
+}
+
+// Copies t to the step counts.
+EXPORT void adafactor_keep(Index k, float *const *steps, const float *t) {
+  for (Index i = 0; i < k; ++i) *steps[i] = t[i];
 }
 
 EXPORT int32_t adafactor_observe(const Batch *batch) { return call(chosen->observe, batch); }
@@ -425,6 +446,93 @@ INLINE U to_float16(R x) {
   U special = (exceeds(magnitude, 0x7f800000) & 0x200) | 0x7c00;
   U finite = (normal & is_normal) | (denormal & ~is_normal);
   return (finite & ~is_special) | (special & is_special) | ((bits >> 16) & 0x8000);
+}
+
+// Up or down, with the probability that makes the mean x: the lowest bits of the draws are added below the last place
+// that is kept. inf and nan are kept.
+template <class U, class R>
+INLINE U to_bfloat16(R x, U draws) {
+  U bits = bits_of<U>(x), special = exceeds(U(bits & 0x7fffffff), 0x7f7fffff);
+  return (((bits + (draws & 0xffff)) >> 16) & ~special) | (to_bfloat16<U>(x) & special);
+}
+
+template <class U, class R>
+INLINE U to_float16(R x, U draws) {
+  U bits = bits_of<U>(x), magnitude = bits & 0x7fffffff, special = exceeds(magnitude, 0x7f7fffff);
+  U exponent = magnitude >> 23, significand = (magnitude & 0x7fffff) | (exceeds(exponent, 0) & 0x800000);
+  // In units of the last place: of the number's own binade, and of 2^-24 where there is no smaller one.
+  U is_normal = exceeds(exponent, 113), binade = (exponent & is_normal) | (113 & ~is_normal);
+  // 31 random bits are enough: what is below them is cut off. Whatever that leaves of 24 bits is 0 after 31 of them.
+  U below = 13 + binade - exponent, is_far = exceeds(below, 31), far = (below - 31) & is_far;
+  U is_out = exceeds(far, 31);
+  significand = significand >> ((far & ~is_out) | (31 & is_out));
+  below = (below & ~is_far) | (31 & is_far);
+  U one = U{} + 1, found = (significand + (draws & ((one << below) - 1))) >> below;
+  found += (binade - 113) << 10;
+  U is_inf = exceeds(found, 0x7c00);
+  found = (found & ~is_inf) | (0x7c00 & is_inf) | ((bits >> 16) & 0x8000);
+  return (found & ~special) | (to_float16<U>(x) & special);
+}
+
+// The draws: a hash of key, step and index, see rounding.py.
+
+INLINE uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x21f0aaad;
+  x ^= x >> 15;
+  x *= 0x735a2d97;
+  return x ^ (x >> 15);
+}
+
+struct Salt {
+  uint32_t first, second;
+};
+
+INLINE Salt salt(const Counter &at, uint32_t t, uint32_t high) {
+  uint32_t first = mix(mix(uint32_t(at.key) ^ t) ^ high);
+  return {first, mix(uint32_t(at.key >> 32) ^ first)};
+}
+
+INLINE uint32_t draw(uint32_t low, Salt salt) {
+  uint32_t x = low ^ salt.first;
+  x ^= x >> 16;
+  x *= 0x21f0aaad;
+  x ^= (x >> 15) ^ salt.second;
+  x *= 0x735a2d97;
+  return x ^ (x >> 15);
+}
+
+// Those of size elements of a tensor, from the start-th in memory on.
+inline void draws(const Counter &at, uint32_t t, Index start, Index size, uint32_t *to) {
+  Index position[RANK], index = at.start, inner = at.rank - 1;
+  for (Index d = inner; d >= 0; --d) {
+    position[d] = start % at.size[d];
+    start /= at.size[d];
+    index += position[d] * at.stride[d];
+  }
+  Index high = index >> 32;
+  Salt salted = salt(at, t, uint32_t(high));
+  while (size > 0) {
+    Index count = std::min(size, at.size[inner] - position[inner]), step = at.stride[inner];
+    Index last = index + (count - 1) * step;
+    // The upper half changes within a line once in 2^32 elements.
+    if (index >> 32 != last >> 32) count = ((high + 1) * (Index{1} << 32) - index + step - 1) / step;
+    uint32_t low = uint32_t(index), stride = uint32_t(step);
+    for (uint32_t j = 0; j < uint32_t(count); ++j) to[j] = draw(low + j * stride, salted);
+    to += count;
+    size -= count;
+    position[inner] += count;
+    index += count * step;
+    for (Index d = inner; d > 0 && position[d] == at.size[d]; --d) {
+      index += at.stride[d - 1] - at.size[d] * at.stride[d];
+      position[d] = 0;
+      ++position[d - 1];
+    }
+    if (index >> 32 != high) {
+      high = index >> 32;
+      salted = salt(at, t, uint32_t(high));
+    }
+  }
 }
 
 INLINE float value(float x) { return x; }
@@ -500,6 +608,15 @@ struct Lanes {
     store(part);
     for (Index i = 0; i < size; ++i) to[i] = part[i];
   }
+  // Rounded stochastically, with 16 draws.
+  template <class T>
+  INLINE void store(T *to, const uint32_t *draws) const {
+    for (Index i = 0; i < COUNT; ++i) {
+      Words bits;
+      std::memcpy(&bits, draws + i * WIDTH, sizeof bits);
+      put(std::is_same<T, Bfloat16>::value ? to_bfloat16<Words>(v[i], bits) : to_float16<Words>(v[i], bits), to + i * WIDTH);
+    }
+  }
 
   INLINE static void load(const A *from, Native &x) { std::memcpy(&x, from, BYTES); }
   INLINE static void store(const Native &x, A *to) { std::memcpy(to, &x, BYTES); }
@@ -517,12 +634,15 @@ struct Lanes {
   template <class T>
   INLINE static void store(const Native &x, T *to) {
     if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
-      Words words = std::is_same<T, Bfloat16>::value ? to_bfloat16<Words>(x) : to_float16<Words>(x);
-      Halves bits = __builtin_convertvector(words, Halves);
-      std::memcpy(to, &bits, sizeof bits);
+      put(std::is_same<T, Bfloat16>::value ? to_bfloat16<Words>(x) : to_float16<Words>(x), to);
     } else {
       for (Index i = 0; i < WIDTH; ++i) round_to(x[i], to[i]);
     }
+  }
+  template <class T>
+  INLINE static void put(Words words, T *to) {
+    Halves bits = __builtin_convertvector(words, Halves);
+    std::memcpy(to, &bits, sizeof bits);
   }
   INLINE Lanes operator+(const Lanes &other) const {
     Lanes x;
@@ -537,6 +657,12 @@ struct Lanes {
   INLINE Lanes operator*(A factor) const {
     Lanes x;
     for (Index i = 0; i < COUNT; ++i) x.v[i] = v[i] * factor;
+    return x;
+  }
+  // 0 where it or the other is not finite.
+  INLINE Lanes where_finite(const Lanes &other) const {
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) x.v[i] = other.v[i] - other.v[i] == Native{} ? v[i] : Native{};
     return x;
   }
   INLINE Lanes square() const {
@@ -583,15 +709,15 @@ INLINE A sum_of_squares(const T *x, Index size) {
 
 // observe
 
-// The squares of ROWS rows, summed along each into rows, and over them into cols. m is at most CHUNK.
+// The squares of ROWS rows times unscale, summed along each into rows, and over them into cols. m is at most CHUNK.
 template <Index ROWS, class A, class T>
-INLINE void observe_rows(const T *g, Index stride, Index m, A *rows, A *cols) {
+INLINE void observe_rows(const T *g, Index stride, Index m, A unscale, A *rows, A *cols) {
   Lanes<A> sums[ROWS];
   for (Index r = 0; r < ROWS; ++r) sums[r] = Lanes<A>::zero();
   auto add = [&](auto &&load, Lanes<A> below) {
     Lanes<A> squares[ROWS];
     for (Index r = 0; r < ROWS; ++r) {
-      squares[r] = load(g + r * stride).square();
+      squares[r] = (load(g + r * stride) * unscale).square();
       sums[r] = sums[r] + squares[r];
     }
     for (Index width = ROWS / 2; width > 0; width /= 2)
@@ -612,7 +738,7 @@ INLINE void observe_rows(const T *g, Index stride, Index m, A *rows, A *cols) {
 
 // n rows of m columns, at most STRIP.
 template <class A, class T>
-void observe_matrix(const T *g, Index stride, Index n, Index m, A *rows, A *cols) {
+void observe_matrix(const T *g, Index stride, Index n, Index m, A unscale, A *rows, A *cols) {
   assert(m <= STRIP);
   double total[STRIP];
   std::fill(rows, rows + n, A(0));
@@ -622,10 +748,10 @@ void observe_matrix(const T *g, Index stride, Index n, Index m, A *rows, A *cols
     std::fill(cols, cols + m, A(0));
     for (; i + 4 <= end; i += 4)
       for (Index j = 0; j < m; j += CHUNK)
-        observe_rows<4>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, cols + j);
+        observe_rows<4>(g + i * stride + j, stride, std::min(m - j, CHUNK), unscale, rows + i, cols + j);
     for (; i < end; ++i)
       for (Index j = 0; j < m; j += CHUNK)
-        observe_rows<1>(g + i * stride + j, stride, std::min(m - j, CHUNK), rows + i, cols + j);
+        observe_rows<1>(g + i * stride + j, stride, std::min(m - j, CHUNK), unscale, rows + i, cols + j);
     if (n > FLUSH)
       for (Index j = 0; j < m; ++j) total[j] += cols[j];
   }
@@ -635,14 +761,14 @@ void observe_matrix(const T *g, Index stride, Index n, Index m, A *rows, A *cols
 
 // count matrices, one behind the other, of n rows of m columns, fewer than 16.
 template <class A, class T>
-void observe_narrow(const T *g, Index count, Index n, Index m, A *rows, A *cols) {
+void observe_narrow(const T *g, Index count, Index n, Index m, A unscale, A *rows, A *cols) {
   A squares[CHUNK];
   double total[16] = {};
   Index all = count * n, step = CHUNK / m, left = n;
   for (Index start = 0; start < all; start += step) {
     Index end = std::min(start + step, all), size = (end - start) * m;
     for (Index e = 0; e < size; ++e) {
-      A x = A(value(g[start * m + e]));
+      A x = A(value(g[start * m + e])) * unscale;
       squares[e] = x * x;
     }
     const A *square = squares;
@@ -677,6 +803,36 @@ double observe_parameter(const Batch &batch, const Tile &tile) {
   return sum;
 }
 
+// Whether all numbers are finite.
+template <class A>
+INLINE bool is_finite(const A *x, Index size) {
+  A sum = 0;
+  for (Index i = 0; i < size; ++i) sum += x[i] * 0;
+  return sum == 0;
+}
+
+// Whether the squares of a gradient without factors are.
+template <class A>
+bool is_full_gradient_finite(const Batch &batch, const Tile &tile) {
+  const Shape &s = batch.shapes[tile.tensor];
+  A unscale = batch.template number<A>(UNSCALE, tile.tensor);
+  bool finite = true;
+  with(s.g, [&](auto *type) {
+    using T = std::remove_reference_t<decltype(*type)>;
+    const T *g = static_cast<const T *>(batch.tensors[tile.tensor].g) + tile.j0;
+    A squares[RUN];
+    for (Index start = 0; start < tile.size(); start += RUN) {
+      Index size = std::min(tile.size() - start, RUN);
+      for (Index i = 0; i < size; ++i) {
+        A x = A(value(g[start + i])) * unscale;
+        squares[i] = x * x;
+      }
+      finite = finite && is_finite(squares, size);
+    }
+  });
+  return finite;
+}
+
 template <class A>
 void observe_gradient(const Batch &batch, const Place &at, const Tile &tile) {
   const Shape &s = batch.shapes[tile.tensor];
@@ -687,9 +843,10 @@ void observe_gradient(const Batch &batch, const Place &at, const Tile &tile) {
     using T = std::remove_reference_t<decltype(*type)>;
     const T *g = static_cast<const T *>(batch.tensors[tile.tensor].g) + tile.first * s.m + tile.j0;
     Index n = std::min(tile.last - tile.first, s.n), count = (tile.last - tile.first) / n, m = tile.j1 - tile.j0;
-    if (s.m < 16) return observe_narrow(g, count, n, m, rows, cols);
+    A unscale = batch.template number<A>(UNSCALE, tile.tensor);
+    if (s.m < 16) return observe_narrow(g, count, n, m, unscale, rows, cols);
     for (Index k = 0; k < count; ++k)
-      observe_matrix(g + k * n * m, s.m, n, m, rows + k * n, cols + k * m);
+      observe_matrix(g + k * n * m, s.m, n, m, unscale, rows + k * n, cols + k * m);
   });
 }
 
@@ -722,18 +879,30 @@ void observe_batch(const Batch &batch) {
   // So that apply begins with those that were read last.
   std::reverse(tiles.begin(), tiles.end());
   Index of_p = Index(tiles.size());
+  if (batch.bad)
+    for (const Tile &tile : pieces(batch, false)) tiles.push_back(tile);
+  Index of_full = Index(tiles.size());
   for (const Tile &tile : blocks(batch, places)) tiles.push_back(tile);
   std::vector<double> parts(of_p);
+  std::vector<uint8_t> spoilt(of_full);
   over(tiles, batch.threads, false, [&](const Tile &tile, Index index) {
     if (index < of_p)
       parts[index] = observe_parameter<A>(batch, tile);
+    else if (index < of_full)
+      spoilt[index] = !is_full_gradient_finite<A>(batch, tile);
     else
       observe_gradient<A>(batch, places[tile.tensor], tile);
   });
   if (batch.p2) total<A>(batch, tiles, parts, batch.p2);
+  if (batch.bad) {
+    std::fill(batch.bad, batch.bad + batch.k, uint8_t(0));
+    for (Index i = of_p; i < of_full; ++i) batch.bad[tiles[i].tensor] |= spoilt[i];
+  }
   // The sums of strips and blocks into those of the tensor.
   A *scratch = static_cast<A *>(batch.scratch);
-  over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
+  std::vector<Tile> all = matrices(batch);
+  std::vector<uint8_t> not_finite(all.size());
+  over(all, batch.threads, false, [&](const Tile &tile, Index index) {
     const Shape &s = batch.shapes[tile.tensor];
     const Place &at = places[tile.tensor];
     for (Index b = tile.first; b < tile.last; ++b) {
@@ -742,7 +911,14 @@ void observe_batch(const Batch &batch) {
       if (at.blocks > 1)
         combine(scratch + at.col_parts + b * at.blocks * s.m, at.blocks, s.m, scratch + at.cols + b * s.m);
     }
+    if (batch.bad) {
+      Index b = tile.first, count = tile.last - tile.first;
+      not_finite[index] = !is_finite(scratch + at.rows + b * s.n, count * s.n) ||
+                          !is_finite(scratch + at.cols + b * s.m, count * s.m);
+    }
   });
+  if (batch.bad)
+    for (size_t i = 0; i < all.size(); ++i) batch.bad[all[i].tensor] |= not_finite[i];
 }
 
 // average
@@ -765,10 +941,13 @@ INLINE A capped(A x, A cap) {
   return cap < x ? cap : x;
 }
 
-// Takes sums over count numbers into a statistic.
+// Takes sums over count numbers into a statistic, and leaves their means, with e, in place of the sums.
 template <class A>
-INLINE void take_in(A *statistic, const A *sums, Index size, A count, A b, A e) {
-  for (Index i = 0; i < size; ++i) statistic[i] = lerp(statistic[i], sums[i] / count + e, b);
+INLINE void take_in(A *statistic, A *sums, Index size, A count, A b, A e) {
+  for (Index i = 0; i < size; ++i) {
+    sums[i] = sums[i] / count + e;
+    statistic[i] = lerp(statistic[i], sums[i], b);
+  }
 }
 
 template <class A>
@@ -778,9 +957,13 @@ INLINE A mean(const A *x, Index size) {
   return A(sum / size);
 }
 
+// R over mean(C), where this step's means were.
 template <class A>
-INLINE void divide(const A *x, A mean, Index size, A *to) {
-  for (Index i = 0; i < size; ++i) to[i] = x[i] / mean;
+INLINE void divide(const A *R, A mean, A boost, Index size, A *r) {
+  for (Index i = 0; i < size; ++i) {
+    A least = r[i] / boost / boost;
+    r[i] = (R[i] < least ? least : R[i]) / mean;
+  }
 }
 
 template <class A>
@@ -790,19 +973,25 @@ void average_batch(const Batch &batch) {
   A *scratch = static_cast<A *>(batch.scratch);
   over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
     Index t = tile.tensor;
+    if (batch.holds(t)) return;
     const Shape &s = batch.shapes[t];
     A b = batch.template number<A>(B, t), e = batch.template number<A>(ADDED, t);
+    A floor = batch.template number<A>(FLOOR, t), boost = batch.template number<A>(BOOST, t);
     Index count = tile.last - tile.first;
     A *R = static_cast<A *>(batch.tensors[t].R) + tile.first * s.n, *r = scratch + places[t].rows + tile.first * s.n;
     A *C = static_cast<A *>(batch.tensors[t].C) + tile.first * s.m, *c = scratch + places[t].cols + tile.first * s.m;
     take_in(R, r, count * s.n, A(s.m), b, e);
     take_in(C, c, count * s.m, A(s.n), b, e);
     for (Index k = 0; k < count; ++k) {
-      A floor = batch.template number<A>(FLOOR, t);
       A average = s.swapped ? mean(R + k * s.n, s.n) : mean(C + k * s.m, s.m);
       average = average < floor ? floor : average;
-      divide(R + k * s.n, s.swapped ? A(1) : average, s.n, r + k * s.n);
-      divide(C + k * s.m, s.swapped ? average : A(1), s.m, c + k * s.m);
+      if (s.swapped) {
+        std::copy(R + k * s.n, R + (k + 1) * s.n, r + k * s.n);
+        divide(C + k * s.m, average, boost, s.m, c + k * s.m);
+      } else {
+        divide(R + k * s.n, average, boost, s.n, r + k * s.n);
+        std::copy(C + k * s.m, C + (k + 1) * s.m, c + k * s.m);
+      }
     }
     for (Index i = 0; i < count * s.n; ++i) r[i] = inverse_root(r[i]);
     for (Index j = 0; j < count * s.m; ++j) c[j] = inverse_root(c[j]);
@@ -812,8 +1001,8 @@ void average_batch(const Batch &batch) {
 // measure and apply
 
 // Goes over a tile in runs of at most RUN elements, from several streams in turn: calls row with the gradient, the
-// inverse roots of R and C, and where it begins and how long it is for each piece of a row, or full with the gradient,
-// the start and the size of the run, and then end with the start and the size of the run.
+// inverse roots of R, times unscale, and C, and where it begins and how long it is for each piece of a row, or full with
+// the gradient, the start and the size of the run, and then end with the start and the size of the run.
 template <class A, class Row, class Full, class End>
 INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index streams, const Row &row,
                  const Full &full, const End &end) {
@@ -829,6 +1018,7 @@ INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index st
       return;
     }
     const A *r = static_cast<const A *>(batch.scratch) + at.rows, *c = static_cast<const A *>(batch.scratch) + at.cols;
+    const A unscale = batch.template number<A>(UNSCALE, tile.tensor);
     Index m = tile.j1 - tile.j0;
     if (s.m < RUN) {
       assert(m == s.m);
@@ -837,7 +1027,7 @@ INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index st
       for (Index i = tile.first; i < tile.last; i += rows) {
         rows = std::min(rows, tile.last - i);
         for (Index k = i; k < i + rows; ++k) {
-          row(g + k * m, r[k], c, k * m, m);
+          row(g + k * m, r[k] * unscale, c, k * m, m);
           if (--left == 0) {
             c += m;
             left = s.n;
@@ -852,7 +1042,7 @@ INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index st
       for (Index j = tile.j0; j < tile.j1; j += RUN)
         for (Index k = i; k < tile.last; k += rows) {
           Index start = k * s.m + j, size = std::min(tile.j1 - j, RUN);
-          row(g + start, r[k], c + k / s.n * s.m + j, start, size);
+          row(g + start, r[k] * unscale, c + k / s.n * s.m + j, start, size);
           end(start, size);
         }
   });
@@ -866,8 +1056,8 @@ INLINE void row_updates(const T *g, A root, const A *roots, Index size, A cap, A
 
 // step times u, without factors.
 template <class A, class T>
-INLINE void full_updates(const T *g, const A *V, Index size, A cap, A step, A *u) {
-  for (Index i = 0; i < size; ++i) u[i] = A(value(g[i])) * capped(inverse_root(V[i]), cap) * step;
+INLINE void full_updates(const T *g, A unscale, const A *V, Index size, A cap, A step, A *u) {
+  for (Index i = 0; i < size; ++i) u[i] = A(value(g[i])) * unscale * capped(inverse_root(V[i]), cap) * step;
 }
 
 template <class A>
@@ -878,10 +1068,12 @@ void measure_batch(const Batch &batch) {
   std::vector<double> parts(tiles.size());
   over(tiles, batch.threads, true, [&](const Tile &tile, Index index) {
     Index t = tile.tensor;
+    if (batch.holds(t)) return;
     A *V = static_cast<A *>(batch.tensors[t].V);
     bool narrow = batch.shapes[t].factored && batch.shapes[t].m < 16;
     A b = batch.template number<A>(B, t), e = batch.template number<A>(ADDED, t);
-    A cap = batch.template number<A>(CAP, t);
+    A unscale = batch.template number<A>(UNSCALE, t), full_cap = batch.template number<A>(CAP, t);
+    A cap = full_cap * unscale;
     A u[RUN];
     double sum = 0;
     Index unread = 0;
@@ -908,10 +1100,10 @@ void measure_batch(const Batch &batch) {
         },
         [&](auto *g, Index start, Index size) {
           for (Index i = 0; i < size; ++i) {
-            A x = A(value(g[i]));
+            A x = A(value(g[i])) * unscale;
             V[start + i] = lerp(V[start + i], x * x + e, b);
           }
-          full_updates(g, V + start, size, cap, A(1), u);
+          full_updates(g, unscale, V + start, size, full_cap, A(1), u);
           sum += sum_of_squares<A>(u, size);
         },
         [&](Index, Index size) {
@@ -989,6 +1181,36 @@ INLINE void apply_row(const G *g, A root, const A *roots, Index size, A cap, con
     change(Lanes<A>::load(p + i, rest), Lanes<A>::load(g + i, rest), Lanes<A>::load(roots + i, rest)).store(p + i, rest);
 }
 
+// Takes u, and decay of p, off p, rounded stochastically or with a compensation.
+template <class P>
+INLINE void store_rounded(P *p, P *comp, const float *u, Index size, const uint32_t *draws, const Size<float> &taken,
+                          bool decays) {
+  using F = Lanes<float>;
+  auto part = [&](P *p, P *comp, const float *u, const uint32_t *draws) {
+    F x = F::load(p);
+    if (comp) x = x + F::load(comp);
+    x = (decays ? x - x * taken.decay : x) - F::load(u);
+    if (!comp) return x.store(p, draws);
+    x.store(p);
+    F rounded = F::load(p);
+    (x - rounded).where_finite(rounded).store(comp, draws);
+  };
+  Index i = 0;
+  for (; i + 16 <= size; i += 16) part(p + i, comp ? comp + i : nullptr, u + i, draws + i);
+  Index rest = size - i;
+  if (rest == 0) return;
+  P ps[16] = {}, comps[16] = {};
+  float us[16] = {};
+  uint32_t bits[16] = {};
+  std::copy(p + i, p + size, ps);
+  std::copy(u + i, u + size, us);
+  std::copy(draws + i, draws + size, bits);
+  if (comp) std::copy(comp + i, comp + size, comps);
+  part(ps, comp ? comps : nullptr, us, bits);
+  std::copy(ps, ps + rest, p + i);
+  if (comp) std::copy(comps, comps + rest, comp + i);
+}
+
 template <class A>
 void apply_batch(const Batch &batch) {
   std::vector<Place> places;
@@ -998,10 +1220,12 @@ void apply_batch(const Batch &batch) {
     const Shape &s = batch.shapes[t];
     const Tensor &tensor = batch.tensors[t];
     const Size<A> taken = size_of<A>(batch, t);
-    const A step = taken.step, cap = batch.template number<A>(CAP, t), keep1 = batch.template number<A>(KEEP1, t);
-    if (taken.still && !batch.momentum) return;
+    const A unscale = batch.template number<A>(UNSCALE, t), full_cap = batch.template number<A>(CAP, t);
+    const A step = taken.step, cap = full_cap * unscale, keep1 = batch.template number<A>(KEEP1, t);
+    if (batch.holds(t) || (taken.still && !batch.momentum)) return;
+    bool to_nearest = !batch.counters || (s.p != BF16 && s.p != F16);
     auto none = [](auto &&...) {};
-    if (s.factored && s.m >= 16 && !batch.momentum)
+    if (s.factored && s.m >= 16 && !batch.momentum && to_nearest)
       return walk<A>(
           batch, places[t], tile, APPLY_STREAMS,
           [&](auto *g, A root, const A *roots, Index start, Index size) {
@@ -1018,7 +1242,7 @@ void apply_batch(const Batch &batch) {
       filled += size;
     };
     auto full = [&](auto *g, Index start, Index size) {
-      full_updates(g, static_cast<const A *>(tensor.V) + start, size, cap, step, u);
+      full_updates(g, unscale, static_cast<const A *>(tensor.V) + start, size, full_cap, step, u);
     };
     walk<A>(batch, places[t], tile, APPLY_STREAMS, row, full, [&](Index start, Index size) {
       filled = 0;
@@ -1035,6 +1259,14 @@ void apply_batch(const Batch &batch) {
       with(s.p, [&](auto *type) {
         using T = std::remove_reference_t<decltype(*type)>;
         T *p = static_cast<T *>(tensor.p) + start;
+        if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
+          if (!to_nearest) {
+            uint32_t bits[RUN];
+            draws(batch.counters[t], uint32_t(batch.template number<A>(STEP, t)), start, size, bits);
+            T *comp = tensor.comp ? static_cast<T *>(tensor.comp) + start : nullptr;
+            return store_rounded(p, comp, u, size, bits, taken, batch.decay != 0);
+          }
+        }
         for (Index i = 0; i < size; ++i) {
           A x = A(value(p[i]));
           round_to((batch.decay ? x - x * taken.decay : x) - u[i], p[i]);

@@ -41,7 +41,7 @@ class Adafactor(BaseAdafactor):
         weight_decay: decoupled, times lr.
         clipping_threshold: the clipping threshold of rms(u), above 0; None for no clipping.
         unscaled_wd: whether the weight decay is times 1 in place of lr, as in big_vision itself.
-        factor, foreach, fused: see :class:`adafactor.Adafactor`.
+        factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -69,6 +69,10 @@ class Adafactor(BaseAdafactor):
         factor: str = "largest",
         foreach: bool | None = None,
         fused: bool | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool | str = False,
+        max_row_boost: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -85,6 +89,10 @@ class Adafactor(BaseAdafactor):
             "factor": factor,
             "foreach": foreach,
             "fused": fused,
+            "rounding": rounding,
+            "seed": seed,
+            "skip_nonfinite": skip_nonfinite,
+            "max_row_boost": max_row_boost,
         }
         super().__init__(params, defaults)
 
@@ -108,4 +116,5 @@ class Adafactor(BaseAdafactor):
             momentum_dtype=checks.float_dtype("momentum_dtype", group["momentum_dtype"]),
             weight_decay=checks.at_least_zero("weight_decay", group["weight_decay"]),
             decay_by="one" if checks.flag("unscaled_wd", group["unscaled_wd"]) else "lr",
+            **BaseAdafactor.engine(group),
         )

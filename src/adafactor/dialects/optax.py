@@ -46,7 +46,7 @@ class Adafactor(BaseAdafactor):
         factored: False keeps a full V.
         batch_dims: T5X's batch dims: leading dims over which parameters are stacks (of layers, say); each slice has a
             scale and clipping of its own.
-        factor, foreach, fused: see :class:`adafactor.Adafactor`.
+        factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -75,6 +75,10 @@ class Adafactor(BaseAdafactor):
         factor: str = "largest",
         foreach: bool | None = None,
         fused: bool | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool | str = False,
+        max_row_boost: float | None = None,
     ) -> None:
         defaults = {
             "lr": 1.0 if learning_rate is None else learning_rate,
@@ -92,6 +96,10 @@ class Adafactor(BaseAdafactor):
             "factor": factor,
             "foreach": foreach,
             "fused": fused,
+            "rounding": rounding,
+            "seed": seed,
+            "skip_nonfinite": skip_nonfinite,
+            "max_row_boost": max_row_boost,
         }
         super().__init__(params, defaults)
 
@@ -129,4 +137,5 @@ class Adafactor(BaseAdafactor):
             momentum_dtype=checks.float_dtype("dtype_momentum", group["dtype_momentum"]),
             weight_decay=0.0 if decay is None else checks.at_least_zero("weight_decay_rate", decay),
             decay_by="one",
+            **BaseAdafactor.engine(group),
         )

@@ -35,7 +35,8 @@ class Adafactor(BaseAdafactor):
         warmup_init: whether the relative step size starts at 1e-6 and grows.
         beta1: the decay of the momentum, in [0, 1). None and 0 keep no buffer.
         weight_decay: decoupled, times alpha.
-        factor, min_dim_size_to_factor, foreach, fused: see :class:`adafactor.Adafactor`.
+        factor, min_dim_size_to_factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see
+            :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -59,6 +60,10 @@ class Adafactor(BaseAdafactor):
         min_dim_size_to_factor: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool | str = False,
+        max_row_boost: float | None = None,
     ) -> None:
         defaults = {
             "lr": None,
@@ -72,6 +77,10 @@ class Adafactor(BaseAdafactor):
             "min_dim_size_to_factor": min_dim_size_to_factor,
             "foreach": foreach,
             "fused": fused,
+            "rounding": rounding,
+            "seed": seed,
+            "skip_nonfinite": skip_nonfinite,
+            "max_row_boost": max_row_boost,
         }
         super().__init__(params, defaults)
 
@@ -97,4 +106,5 @@ class Adafactor(BaseAdafactor):
             beta1=checks.momentum("beta1", group["beta1"]),
             weight_decay=checks.at_least_zero("weight_decay", group["weight_decay"]),
             decay_by="alpha",
+            **BaseAdafactor.engine(group),
         )

@@ -45,7 +45,8 @@ class Adafactor(BaseAdafactor):
         scale_parameter: whether relative steps are scaled by rms(p).
         warmup_init: whether the relative step size starts at 1e-6 and grows.
         min_dim_size_to_factor: both dims have to be larger than this to be factored.
-        factor: None is timm's choice of dims; else see :class:`adafactor.Adafactor`, like foreach and fused.
+        factor: None is timm's choice of dims; else see :class:`adafactor.Adafactor`.
+        foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range, or warmup_init is given with lr; the message has
@@ -73,6 +74,10 @@ class Adafactor(BaseAdafactor):
         factor: str | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool | str = False,
+        max_row_boost: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -89,6 +94,10 @@ class Adafactor(BaseAdafactor):
             "factor": factor,
             "foreach": foreach,
             "fused": fused,
+            "rounding": rounding,
+            "seed": seed,
+            "skip_nonfinite": skip_nonfinite,
+            "max_row_boost": max_row_boost,
         }
         super().__init__(params, defaults)
 
@@ -134,6 +143,7 @@ class Adafactor(BaseAdafactor):
             beta1=checks.momentum("beta1", group["beta1"]),
             weight_decay=checks.at_least_zero("weight_decay", group["weight_decay"]),
             decay_by="alpha",
+            **BaseAdafactor.engine(group),
         )
 
 

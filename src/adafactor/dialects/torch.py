@@ -50,6 +50,18 @@ class Adafactor(BaseAdafactor):
         min_dim_size_to_factor: the fewest rows and columns that are factored.
         fused: None takes the compiled kernel for every tensor that it supports, and plain PyTorch for the others;
             True takes nothing but the kernel, and False nothing but plain PyTorch. See ``adafactor.backends.why``.
+        rounding: how bfloat16 and float16 parameters are rounded. "nearest" loses steps of less than half a unit in the
+            last place (0.2% of a bfloat16 weight). "stochastic" rounds up or down, with the probability that makes the
+            mean right, and keeps nothing. "kahan" keeps what rounding takes off, in one more tensor of the parameter's
+            size and dtype. Other dtypes are rounded to the nearest.
+        seed: of the draws of "stochastic" and "kahan": the same seed, names (or places) of parameters and gradients
+            give the same bits.
+        skip_nonfinite: True leaves all parameters and state as they were at a step at which a gradient is not finite,
+            in any group that says so; "parameter" those alone whose gradients are not. A gradient is finite where its
+            squares, and their sums over rows and over columns, are, in float32. ``skipped_steps`` counts,
+            ``nonfinite_parameters()`` names them. False lets inf and nan through.
+        max_row_boost: about the largest rms of u in a row of a factored tensor, at least 1; None is no limit. For
+            embeddings and experts, whose rows take steps several times too large when they wake after idle steps.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -81,6 +93,10 @@ class Adafactor(BaseAdafactor):
         factor: str = "last",
         min_dim_size_to_factor: int = 0,
         fused: bool | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool | str = False,
+        max_row_boost: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -93,6 +109,10 @@ class Adafactor(BaseAdafactor):
             "factor": factor,
             "min_dim_size_to_factor": min_dim_size_to_factor,
             "fused": fused,
+            "rounding": rounding,
+            "seed": seed,
+            "skip_nonfinite": skip_nonfinite,
+            "max_row_boost": max_row_boost,
         }
         super().__init__(params, defaults)
 
@@ -114,4 +134,5 @@ class Adafactor(BaseAdafactor):
             weight_decay=weight_decay,
             decay_by="lr",
             maximize=checks.flag("maximize", group["maximize"]),
+            **BaseAdafactor.engine(group),
         )

@@ -46,7 +46,8 @@ class Adafactor(BaseAdafactor):
         scale_parameter: whether the step size is scaled by rms(p).
         relative_step: whether the step size comes from the step count in place of lr.
         warmup_init: whether the relative step size starts at 1e-6 and grows.
-        factor, min_dim_size_to_factor, foreach, fused: see :class:`adafactor.Adafactor`.
+        factor, min_dim_size_to_factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see
+            :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range, lr is given with relative_step, or warmup_init
@@ -81,6 +82,10 @@ class Adafactor(BaseAdafactor):
         min_dim_size_to_factor: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool | str = False,
+        max_row_boost: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -96,6 +101,10 @@ class Adafactor(BaseAdafactor):
             "min_dim_size_to_factor": min_dim_size_to_factor,
             "foreach": foreach,
             "fused": fused,
+            "rounding": rounding,
+            "seed": seed,
+            "skip_nonfinite": skip_nonfinite,
+            "max_row_boost": max_row_boost,
         }
         _check_conflicts(lr, relative_step, warmup_init)
         super().__init__(params, defaults)
@@ -128,6 +137,7 @@ class Adafactor(BaseAdafactor):
             beta1=checks.momentum("beta1", group["beta1"]),
             weight_decay=checks.at_least_zero("weight_decay", group["weight_decay"]),
             decay_by="alpha",
+            **BaseAdafactor.engine(group),
         )
 
 
