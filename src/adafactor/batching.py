@@ -276,13 +276,12 @@ class Part:
         assert self._bad is not None
         if self._counts == [1] * len(self._counts):
             return self._bad
-        return torch.stack([some.any() for some in torch.split(self._bad, self._counts)])
+        return torch.stack([bad.any() for _, bad in self.looked_at()])
 
     def looked_at(self) -> Iterator[tuple[int, Tensor]]:
-        """The place of each parameter that is not empty, and whether the gradients of its slices are not finite."""
+        """The place of each parameter, and whether the gradients of its slices are not finite, where the form skips."""
         if self._bad is not None:
-            for place, start, end in zip(self._full, self._starts, [*self._starts[1:], len(self._bad)], strict=True):
-                yield place, self._bad[start:end]
+            yield from zip(self._places, torch.split(self._bad, self._counts), strict=True)
 
     def measured(self) -> Iterator[tuple[int, Measured | None]]:
         """The place of each parameter that is not empty, and what is known of it where the form scales.

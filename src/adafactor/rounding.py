@@ -107,8 +107,10 @@ def draws(at: Counter, t: float | Tensor, shape: Sequence[int], device: torch.de
     # One number for the upper halves wherever they are all the same.
     high = at.start >> 32 if at.start >> 32 == last >> 32 else index >> 32
     step: Any = t.to(torch.int64) if isinstance(t, Tensor) else int(t)
-    first = mix(mix(at.key & _WORD ^ step) ^ high)
+    first = mix(at.key & _WORD ^ step)
     second = mix(at.key >> 32 ^ first)
+    first = mix(first ^ second ^ high)
+    second = mix(second ^ first)
     x: Tensor = index & _WORD ^ first
     x = x ^ (x >> 16)
     x = (x * _FIRST) & _WORD

@@ -489,8 +489,9 @@ struct Salt {
 };
 
 INLINE Salt salt(const Counter &at, uint32_t t, uint32_t high) {
-  uint32_t first = mix(mix(uint32_t(at.key) ^ t) ^ high);
-  return {first, mix(uint32_t(at.key >> 32) ^ first)};
+  uint32_t first = mix(uint32_t(at.key) ^ t), second = mix(uint32_t(at.key >> 32) ^ first);
+  first = mix(first ^ second ^ high);
+  return {first, mix(second ^ first)};
 }
 
 INLINE uint32_t draw(uint32_t low, Salt salt) {
