@@ -254,8 +254,57 @@ def test_no_host_reads(how):
                 for p in params:
                     p.grad = torch.ones_like(p)
                 optimizer.step()
-            assert optimizer.skipped_steps.is_meta
+            assert int(optimizer.skipped_steps) == 0
             assert all(optimizer.state[p]["step"].is_meta for p in params)
+
+
+@pytest.mark.parametrize("how", [True, "parameter"])
+@pytest.mark.parametrize("turn", [1, -1])
+def test_tensors_without_values_have_no_say(how, turn):
+    """A model that is half on the meta device, and one that leaves it between two steps."""
+    real, meta = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4, 4, device="meta"))
+    optimizer = Adafactor([real, meta][::turn], skip_nonfinite=how)
+    for value in (1.0, NAN):
+        real.grad, meta.grad = torch.full((4, 4), value), torch.ones_like(meta)
+        optimizer.step()
+    assert float(optimizer.state[real]["step"]) == 1
+    assert int(optimizer.skipped_steps) == 1
+    alone = Adafactor([meta], skip_nonfinite=how)
+    alone.step()
+    alone.param_groups[0]["params"][0] = real
+    alone.step()
+    assert int(alone.skipped_steps) == 1
+
+
+@backends
+@pytest.mark.parametrize("how", [True, "parameter"])
+def test_what_is_shown_is_of_the_last_step_taken(backend, how):
+    """step_sizes(), AdafactorSchedule and the RMS that transformers saves."""
+    p, q = Parameter(torch.ones(4, 4)), Parameter(torch.ones(2, 4, 4))
+    optimizer = TransformersAdafactor([p, q], lr=0.1, relative_step=False, skip_nonfinite=how, **BACKENDS[backend])
+    step(optimizer, [p, q], [torch.ones(4, 4), torch.ones(2, 4, 4)])
+    shown, saved = optimizer.step_sizes(), bits(optimizer.state_dict()["state"])
+    assert shown == pytest.approx([0.1])
+    step(optimizer, [p, q], [torch.full((4, 4), NAN), torch.full((2, 4, 4), NAN)])
+    assert optimizer.step_sizes() == shown
+    assert bits(optimizer.state_dict()["state"]) == saved
+    step(optimizer, [p, q], [torch.ones(4, 4), torch.ones(2, 4, 4)])
+    assert optimizer.step_sizes() == pytest.approx([0.09])
+
+
+def test_an_optimizer_pickled_before_there_was_a_count():
+    optimizer = Adafactor([Parameter(torch.ones(3))])
+    old = {key: value for key, value in optimizer.__getstate__().items() if key != "skipped_steps"}
+    restored = Adafactor.__new__(Adafactor)
+    restored.__setstate__(old)
+    assert int(copy.deepcopy(restored).skipped_steps) == 0
+
+
+def test_sparse_gradients_are_refused_here_too():
+    embedding = torch.nn.Embedding(10, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="should be dense"):
+        Adafactor(embedding.parameters()).nonfinite_parameters()
 
 
 # What finite means: |g|^2 and its sums over rows and over columns, in float32

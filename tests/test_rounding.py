@@ -479,6 +479,28 @@ def test_others_draw_by_their_place():
     assert same([f], [b])
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_what_tells_them_apart_is_looked_at_in_every_step(named):
+    """One that is put before the others, or renamed, draws as in a run that is resumed then."""
+    results = []
+    for reload in (False, True):
+        (p, frozen) = ones(2)
+        frozen.requires_grad_(False)
+        optimizer = optax.Adafactor([("a", p)] if named else [p], rounding="stochastic", weight_decay_rate=2.0**-10)
+        for t in range(4):
+            if t == 2:
+                if named:
+                    optimizer.param_groups[0]["param_names"][0] = "b"
+                else:
+                    optimizer.param_groups[0]["params"].insert(0, frozen)
+                if reload:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+        results.append([p])
+    assert same(*results)
+
+
 def test_seeds_differ_and_repeat():
     (a,), (b,), (c,) = ones(1), ones(1), ones(1)
     one_step([a], seed=1)

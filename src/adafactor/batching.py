@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import backends, checks, reference, rounding, sweeps
 from .layouts import COMPENSATION, Layout
-from .rounding import Counter
+from .rounding import Counter, put
 from .rule import Form, Rule, numbers
 from .shapes import Factoring, Plan
 from .state import State, arithmetic
@@ -48,12 +48,17 @@ class Scaling(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The parameters with gradients: how many each group has, and all of them in a row."""
+    """The parameters with gradients: how many each group has, and all of them in a row.
+
+    labels: what tells apart parameters that are rounded with random bits: the name where there are names, else the
+    place among all. None where all are rounded to the nearest.
+    """
 
     counts: list[int]
     params: list[Tensor]
     grads: list[Tensor]
     states: list[State | None]
+    labels: list[str] | None
 
     @property
     def groups(self) -> list[int]:
@@ -66,7 +71,20 @@ def find(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State]) ->
     live = [[(p, g) for p in group["params"] if (g := p.grad) is not None] for group in groups]
     pairs = list(chain.from_iterable(live))
     params: list[Tensor] = [p for p, _ in pairs]
-    return Found(list(map(len, live)), params, [g for _, g in pairs], list(map(states.get, params)))
+    labels = None
+    if any(group.get("rounding", "nearest") != "nearest" for group in groups):
+        labels = list(_labels(groups))
+    return Found(list(map(len, live)), params, [g for _, g in pairs], list(map(states.get, params)), labels)
+
+
+def _labels(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    place = 0
+    for group in groups:
+        names = group.get("param_names")
+        for i, p in enumerate(group["params"]):
+            if p.grad is not None:
+                yield names[i] if names else str(place + i)
+        place += len(group["params"])
 
 
 def item(p: Tensor, plan: Plan, own: Mapping[str, Any], form: Form, layout: Layout) -> Item:
@@ -94,25 +112,14 @@ def draws(p: Tensor, form: Form) -> bool:
     return form.rounding != "nearest" and p.dtype in rounding.LOW
 
 
-def counters(
-    found: Found, plans: Sequence[Plan], groups: Sequence[Mapping[str, Any]], settings: Sequence[Setting]
-) -> list[Counter | None]:
-    """Where the elements of the parameters found are among all draws; None where there are none.
-
-    What tells parameters apart is their name where they have one, else their place among all.
-    """
-    names: dict[Tensor, str] = {}
-    if any(setting.form.rounding != "nearest" for setting in settings):
-        place = 0
-        for group in groups:
-            own = group.get("param_names") or [None] * len(group["params"])
-            for p, name in zip(group["params"], own, strict=True):
-                names.setdefault(p, str(place) if name is None else name)
-                place += 1
-    return [
-        rounding.counter(rounding.key(settings[i].seed, names[p]), plan.shape) if draws(p, settings[i].form) else None
-        for i, p, plan in zip(found.groups, found.params, plans, strict=True)
-    ]
+def counters(found: Found, plans: Sequence[Plan], settings: Sequence[Setting]) -> list[Counter | None]:
+    """Where the elements of the parameters found are among all draws; None where they are rounded to the nearest."""
+    ats: list[Counter | None] = [None] * len(plans)
+    for i, (group, p) in enumerate(zip(found.groups, found.params, strict=True)):
+        if draws(p, settings[group].form) and found.labels is not None:
+            key = rounding.key(settings[group].seed, found.labels[i])
+            ats[i] = rounding.counter(key, plans[i].shape)
+    return ats
 
 
 def sharing(params: Sequence[Tensor]) -> set[int]:
@@ -196,6 +203,8 @@ class Part:
         numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype, device="cpu")
         self._numel = numel.to(key.device, non_blocking=True)
         self._p2 = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
+        # Of the last step that was taken.
+        self._shown = None if self._p2 is None else self._p2.clone()
         self._bad = torch.zeros(len(plans), dtype=torch.bool, device=key.device) if key.form.skip else None
         self._waves = [(wave, self._batch(wave)) for wave in waves(sizes, key.backend.WAVE)]
 
@@ -261,6 +270,9 @@ class Part:
         stay = self._spoilt() if alone else None
         if hold is not None:
             stay = hold if stay is None else stay | hold
+        if self._p2 is not None and self._shown is not None:
+            each = stay[self._owners] if stay is not None and stay.dim() else stay
+            put(self._shown, self._p2, each)
         t = self._t if stay is None else torch.where(stay, torch.stack(self._steps), self._t)
         backend.keep(self._steps, t)
         return None if stay is None else stay.any()
@@ -289,7 +301,7 @@ class Part:
         The tensors are the same from step to step. Of a stack, the first slice speaks.
         """
         for place, i in zip(self._full, self._starts, strict=True):
-            yield place, None if self._p2 is None else Measured(self._p2[i], self._numel[i])
+            yield place, None if self._shown is None else Measured(self._shown[i], self._numel[i])
 
 
 class Program:
@@ -323,7 +335,7 @@ class Program:
         low = [draws(p, settings[i].form) for i, p in zip(owners, found.params, strict=True)]
         kahan = [each and settings[i].form.rounding == "kahan" for i, each in zip(owners, low, strict=True)]
         self._names.append([COMPENSATION if each else None for each in kahan])
-        self._counters = counters(found, plans, groups, settings)
+        self._counters = counters(found, plans, settings)
         columns, steps = self.gather(found)
         self._facts = None if torch.compiler.is_compiling() else _facts(found, columns, steps)
 
@@ -406,8 +418,12 @@ def _at(mask: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _any(masks: Sequence[Tensor | None]) -> Tensor | None:
-    """Whether any mask is true, 0-d, on the device of the first; None where there are none."""
+    """Whether any mask is true, 0-d, on the device of the first; None where there are none.
+
+    Those of tensors without values have no say beside others.
+    """
     some = [mask for mask in masks if mask is not None]
+    some = [mask for mask in some if not mask.is_meta] or some
     if not some:
         return None
     device = some[0].device
@@ -429,6 +445,7 @@ def _facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any
     try:
         return (
             found.counts,
+            found.labels,
             list(map(id, kept)),
             list(map(Tensor.data_ptr, kept)),
             [x.nbytes for x in held],

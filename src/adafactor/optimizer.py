@@ -73,6 +73,9 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if not hasattr(self, "skipped_steps"):
+            # Pickled by a version that had none.
+            self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
         self._program = None
@@ -209,7 +212,7 @@ class BaseAdafactor(torch.optim.Optimizer):
             _refuse_capture(program.devices)
         self._warn_of_lr(rules)
         stayed = program.step(columns, rules, self._scaling())
-        if stayed is not None:
+        if stayed is not None and not stayed.is_meta:
             self.skipped_steps = self.skipped_steps.to(stayed.device).add_(stayed)
 
         for group, rule in zip(self.param_groups, rules, strict=True):
@@ -257,6 +260,8 @@ class BaseAdafactor(torch.optim.Optimizer):
                 if p in self._bad:
                     bad = bool(self._bad[p].any())
                 else:
+                    if p.grad is not None:
+                        checks.gradient(p, p.grad, group, index, position)
                     bad = p.grad is not None and not batching.is_finite(p.grad, self._plan(p, group), p.dtype)
                 if bad:
                     found.append(checks.name(group, index, position))

@@ -25,7 +25,7 @@ WAVE = 8 << 20
 """Bytes of a wave, which stay in cache from sweep to sweep."""
 
 
-STAGE = 1 << 13
+STAGE = 1 << 8
 """Elements that a norm sums at a time."""
 
 

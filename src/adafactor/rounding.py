@@ -179,7 +179,7 @@ def store(
 
 
 def put(target: Tensor, value: Tensor, stay: Tensor | None) -> None:
-    """Copy a value to a target, but for where a 0-d mask is true: selected, since 0 * nan is nan."""
+    """Copy a value to a target, but for where a mask is true: selected, since 0 * nan is nan."""
     if stay is not None:
         target.copy_(torch.where(stay, target, value))
     elif value is not target:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ..training import checkpoint
-from ..training.config import Config
+from ..training.config import DTYPES, Config
 from ..training.data import Text
 from ..training.errors import DivergedError, InputError, InterruptedRunError, SaveError
 from ..training.optimizers import CHOICES, try_out
@@ -53,6 +53,10 @@ def train(
         typer.Option("--option", "-O", metavar="NAME=VALUE", help="An argument of the optimizer; repeatable."),
     ] = None,
     seed: Annotated[int, whole("Of the model's start and the order of the text.")] = Config.seed,
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"Of the weights and of what is computed with them: {', '.join(DTYPES)}."),
+    ] = Config.dtype,
     threads: Annotated[int | None, whole("CPU threads. Without: PyTorch's choice.")] = None,
     out: Annotated[Path | None, place("Folder for the run's files. Without: runs/OPTIMIZER-DATE-TIME.")] = None,
     resume: Annotated[
@@ -82,6 +86,7 @@ def train(
                     lr=lr,
                     options=tuple(option or ()),
                     seed=seed,
+                    dtype=dtype,
                     **({} if threads is None else {"threads": threads}),
                 ),
                 out,
@@ -125,7 +130,7 @@ def absolute(files: Iterable[Path]) -> tuple[str, ...]:
 
 def start(config: Config, out: Path | None) -> tuple[Run, Path]:
     """Set a new run up; the folder comes last, so that a refused run leaves none behind."""
-    try_out(config.optimizer, config.lr, config.options)
+    try_out(config.optimizer, config.lr, config.options, DTYPES[config.dtype])
     run = Run(config, Text.load(config.files, config.context))
     folder = out or Path("runs") / f"{config.optimizer}-{datetime.now():%Y%m%d-%H%M%S}"
     checkpoint.prepare(folder)

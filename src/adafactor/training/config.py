@@ -9,6 +9,8 @@ import torch
 from .errors import InputError
 from .model import HEAD_WIDTH, parameter_count
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 # What an ordinary machine's memory holds. Past these, Linux would promise the memory all the same and kill the process
 # once it is used, with no word to the user.
 MOST_PARAMETERS = 250_000_000
@@ -25,7 +27,8 @@ class Config:
     """The run's settings; the same settings, text, thread count and PyTorch give the same run, bit for bit.
 
     files: what to train on; none means the Python standard library. lr: None means the optimizer's default.
-    options: further optimizer arguments, as texts NAME=VALUE. Raises InputError for a number out of range.
+    options: further optimizer arguments, as texts NAME=VALUE. dtype: of the weights and of what is computed with them.
+    Raises InputError for a number out of range and for an unknown name.
     """
 
     files: tuple[str, ...] = ()
@@ -38,6 +41,7 @@ class Config:
     lr: float | None = None
     options: tuple[str, ...] = ()
     seed: int = 0
+    dtype: str = "float32"
     threads: int = dataclasses.field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
@@ -61,6 +65,8 @@ class Config:
             )
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr >= 0):
             raise InputError(f"--lr must be a finite number >= 0, got {self.lr}")
+        if self.dtype not in DTYPES:
+            raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed must be from 0 to {2**32 - 1}, got {self.seed}")
 

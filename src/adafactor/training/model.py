@@ -102,8 +102,11 @@ class Transformer(nn.Module):
         return logits
 
     def loss(self, bytes_: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats per byte, of predicting bytes_[:, 1:] from what precedes; [batch, length]."""
-        logits = self(bytes_[:, :-1])
+        """Mean cross-entropy, in nats per byte, of predicting bytes_[:, 1:] from what precedes; [batch, length].
+
+        In float32, whatever the weights are in: a bfloat16 has less than three digits.
+        """
+        logits = self(bytes_[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), bytes_[:, 1:].flatten())
 
 
@@ -127,7 +130,7 @@ def generate(
     for _ in range(length):
         if time.monotonic() >= deadline:
             break
-        logits = model(text[:, -model.context :])[0, -1]
+        logits = model(text[:, -model.context :])[0, -1].float()
         drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
         text = torch.cat((text, drawn[None]), dim=1)
     return bytes(text[0].tolist())

@@ -100,12 +100,12 @@ def _refusal(name: str, error: Exception) -> InputError:
     return InputError(f"optimizer {name} refuses its options: {str(error) or type(error).__name__}")
 
 
-def try_out(name: str, lr: float | None, options: Sequence[str]) -> None:
-    """Take one step on parameters made for it: some options pass the constructor and fail only there.
+def try_out(name: str, lr: float | None, options: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
+    """Take one step on parameters of a dtype made for it: some options pass the constructor and fail only there.
 
     Raises InputError where `build` would, and where the step fails. May draw from PyTorch's generator.
     """
-    parameters = [Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))]  # the ranks the model has
+    parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 2), (2,))]  # the ranks the model has
     optimizer = build(name, parameters, lr, options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from . import checkpoint, optimizers
-from .config import Config
+from .config import DTYPES, Config
 from .data import Text, batch, validation_windows
 from .errors import DivergedError, InputError, InterruptedRunError
 from .metrics import Row, to_csv
@@ -47,7 +47,7 @@ class Run:
         torch.manual_seed(config.seed)
         self.config = config
         self.text = text
-        self.model = Transformer(config.width, config.layers, config.context)
+        self.model = Transformer(config.width, config.layers, config.context).to(DTYPES[config.dtype])
         self.optimizer = optimizers.build(config.optimizer, self.model.parameters(), config.lr, config.options)
         self.scheduler = None
         if not optimizers.sets_own_steps(self.optimizer):
