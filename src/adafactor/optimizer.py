@@ -217,7 +217,7 @@ class BaseAdafactor(torch.optim.Optimizer):
 
         for group, rule in zip(self.param_groups, rules, strict=True):
             # Where the host does not count the steps, it would wait for who does.
-            if rule.skip is None or all(p.device.type == "cpu" for p in group["params"]):
+            if rule.relative and (rule.skip is None or all(p.device.type == "cpu" for p in group["params"])):
                 self._show_lr(group, rule)
         if program is not self._program:
             self._program = program

@@ -452,8 +452,9 @@ INLINE U to_float16(R x) {
 // that is kept. inf and nan are kept.
 template <class U, class R>
 INLINE U to_bfloat16(R x, U draws) {
-  U bits = bits_of<U>(x), special = exceeds(U(bits & 0x7fffffff), 0x7f7fffff);
-  return (((bits + (draws & 0xffff)) >> 16) & ~special) | (to_bfloat16<U>(x) & special);
+  U bits = bits_of<U>(x), magnitude = bits & 0x7fffffff;
+  U finite = ~exceeds(magnitude, 0x7f7fffff), nan = exceeds(magnitude, 0x7f800000);
+  return (((bits + (draws & finite & 0xffff)) >> 16) & ~nan) | (nan & 0x7fc0);
 }
 
 template <class U, class R>
@@ -503,38 +504,56 @@ INLINE uint32_t draw(uint32_t low, Salt salt) {
   return x ^ (x >> 15);
 }
 
-// Those of size elements of a tensor, from the start-th in memory on.
-inline void draws(const Counter &at, uint32_t t, Index start, Index size, uint32_t *to) {
-  Index position[RANK], index = at.start, inner = at.rank - 1;
-  for (Index d = inner; d >= 0; --d) {
-    position[d] = start % at.size[d];
-    start /= at.size[d];
-    index += position[d] * at.stride[d];
-  }
-  Index high = index >> 32;
-  Salt salted = salt(at, t, uint32_t(high));
-  while (size > 0) {
-    Index count = std::min(size, at.size[inner] - position[inner]), step = at.stride[inner];
-    Index last = index + (count - 1) * step;
-    // The upper half changes within a line once in 2^32 elements.
-    if (index >> 32 != last >> 32) count = ((high + 1) * (Index{1} << 32) - index + step - 1) / step;
-    uint32_t low = uint32_t(index), stride = uint32_t(step);
-    for (uint32_t j = 0; j < uint32_t(count); ++j) to[j] = draw(low + j * stride, salted);
-    to += count;
-    size -= count;
-    position[inner] += count;
-    index += count * step;
-    for (Index d = inner; d > 0 && position[d] == at.size[d]; --d) {
-      index += at.stride[d - 1] - at.size[d] * at.stride[d];
-      position[d] = 0;
-      ++position[d - 1];
+// The draws of one tensor at one step.
+struct Draws {
+  const Counter &at;
+  uint32_t t;
+  Index high;  // the upper halves of the indices that it is salted for
+  Salt salted;
+
+  Draws(const Counter &at, uint32_t t) : at(at), t(t), high(at.start >> 32), salted(salt(at, t, uint32_t(high))) {}
+
+  // Those of size elements, from the start-th in memory on.
+  INLINE void fill(Index start, Index size, uint32_t *to) {
+    if (at.rank == 1) return line(at.start + start * at.stride[0], at.stride[0], size, to);
+    Index position[RANK], index = at.start, inner = at.rank - 1;
+    for (Index d = inner; d >= 0; --d) {
+      position[d] = start % at.size[d];
+      start /= at.size[d];
+      index += position[d] * at.stride[d];
     }
-    if (index >> 32 != high) {
-      high = index >> 32;
-      salted = salt(at, t, uint32_t(high));
+    while (size > 0) {
+      Index count = std::min(size, at.size[inner] - position[inner]), step = at.stride[inner];
+      line(index, step, count, to);
+      to += count;
+      size -= count;
+      position[inner] += count;
+      index += count * step;
+      for (Index d = inner; d > 0 && position[d] == at.size[d]; --d) {
+        index += at.stride[d - 1] - at.size[d] * at.stride[d];
+        position[d] = 0;
+        ++position[d - 1];
+      }
     }
   }
-}
+
+  // Those of indices so many steps apart. The upper half changes once in 2^32.
+  INLINE void line(Index index, Index step, Index size, uint32_t *to) {
+    while (size > 0) {
+      if (index >> 32 != high) {
+        high = index >> 32;
+        salted = salt(at, t, uint32_t(high));
+      }
+      Index count = size;
+      if ((index + (size - 1) * step) >> 32 != high) count = cut((high + 1) * (Index{1} << 32) - index, step);
+      uint32_t low = uint32_t(index), stride = uint32_t(step);
+      for (uint32_t j = 0; j < uint32_t(count); ++j) to[j] = draw(low + j * stride, salted);
+      to += count;
+      size -= count;
+      index += count * step;
+    }
+  }
+};
 
 INLINE float value(float x) { return x; }
 INLINE double value(double x) { return x; }
@@ -617,6 +636,19 @@ struct Lanes {
       std::memcpy(&bits, draws + i * WIDTH, sizeof bits);
       put(std::is_same<T, Bfloat16>::value ? to_bfloat16<Words>(v[i], bits) : to_float16<Words>(v[i], bits), to + i * WIDTH);
     }
+  }
+
+  // Stores to the nearest, and gives what is there then.
+  template <class T>
+  INLINE Lanes rounded_to(T *to) const {
+    constexpr bool is_bfloat16 = std::is_same<T, Bfloat16>::value;
+    Lanes x;
+    for (Index i = 0; i < COUNT; ++i) {
+      Words words = is_bfloat16 ? to_bfloat16<Words>(v[i]) : to_float16<Words>(v[i]);
+      put(words, to + i * WIDTH);
+      x.v[i] = is_bfloat16 ? from_bfloat16<Native>(words) : from_float16<Native>(words);
+    }
+    return x;
   }
 
   INLINE static void load(const A *from, Native &x) { std::memcpy(&x, from, BYTES); }
@@ -1182,34 +1214,35 @@ INLINE void apply_row(const G *g, A root, const A *roots, Index size, A cap, con
     change(Lanes<A>::load(p + i, rest), Lanes<A>::load(g + i, rest), Lanes<A>::load(roots + i, rest)).store(p + i, rest);
 }
 
-// Takes u, and decay of p, off p, rounded stochastically or with a compensation.
-template <class P>
-INLINE void store_rounded(P *p, P *comp, const float *u, Index size, const uint32_t *draws, const Size<float> &taken,
-                          bool decays) {
+// Takes updates, and decay of p, off p, rounded stochastically or with a compensation where that is not null. There are
+// draws for a multiple of 16 numbers; update gives those from i on, so many of them.
+template <class P, class Update>
+INLINE void apply_rounded(P *p, P *comp, Index size, const uint32_t *draws, const Size<float> &taken, bool decays,
+                          const Update &update) {
   using F = Lanes<float>;
-  auto part = [&](P *p, P *comp, const float *u, const uint32_t *draws) {
-    F x = F::load(p);
-    if (comp) x = x + F::load(comp);
-    x = (decays ? x - x * taken.decay : x) - F::load(u);
-    if (!comp) return x.store(p, draws);
-    x.store(p);
-    F rounded = F::load(p);
-    (x - rounded).where_finite(rounded).store(comp, draws);
-  };
+  auto change = [&](F x, F u) { return (decays ? x - x * taken.decay : x) - u; };
   Index i = 0;
-  for (; i + 16 <= size; i += 16) part(p + i, comp ? comp + i : nullptr, u + i, draws + i);
-  Index rest = size - i;
-  if (rest == 0) return;
-  P ps[16] = {}, comps[16] = {};
-  float us[16] = {};
-  uint32_t bits[16] = {};
-  std::copy(p + i, p + size, ps);
-  std::copy(u + i, u + size, us);
-  std::copy(draws + i, draws + size, bits);
-  if (comp) std::copy(comp + i, comp + size, comps);
-  part(ps, comp ? comps : nullptr, us, bits);
-  std::copy(ps, ps + rest, p + i);
-  if (comp) std::copy(comps, comps + rest, comp + i);
+  if (comp) {
+    auto write = [&](F x, P *p, P *comp, const uint32_t *draws) {
+      F rounded = x.rounded_to(p);
+      (x - rounded).where_finite(rounded).store(comp, draws);
+    };
+    for (; i + 16 <= size; i += 16)
+      write(change(F::load(p + i) + F::load(comp + i), update(i, 16)), p + i, comp + i, draws + i);
+    if (i == size) return;
+    P ps[16], comps[16];
+    Index rest = size - i;
+    write(change(F::load(p + i, rest) + F::load(comp + i, rest), update(i, rest)), ps, comps, draws + i);
+    std::copy(ps, ps + rest, p + i);
+    std::copy(comps, comps + rest, comp + i);
+  } else {
+    for (; i + 16 <= size; i += 16) change(F::load(p + i), update(i, 16)).store(p + i, draws + i);
+    if (i == size) return;
+    P ps[16];
+    Index rest = size - i;
+    change(F::load(p + i, rest), update(i, rest)).store(ps, draws + i);
+    std::copy(ps, ps + rest, p + i);
+  }
 }
 
 template <class A>
@@ -1224,15 +1257,33 @@ void apply_batch(const Batch &batch) {
     const A unscale = batch.template number<A>(UNSCALE, t), full_cap = batch.template number<A>(CAP, t);
     const A step = taken.step, cap = full_cap * unscale, keep1 = batch.template number<A>(KEEP1, t);
     if (batch.holds(t) || (taken.still && !batch.momentum)) return;
-    bool to_nearest = !batch.counters || (s.p != BF16 && s.p != F16);
+    const bool decays = batch.decay != 0, rounds = batch.counters && (s.p == BF16 || s.p == F16);
+    static const Counter nowhere{0, 0, 1, {1}, {1}};
+    Draws draws(rounds ? batch.counters[t] : nowhere, rounds ? uint32_t(batch.template number<A>(STEP, t)) : 0);
+    uint32_t bits[RUN];
     auto none = [](auto &&...) {};
-    if (s.factored && s.m >= 16 && !batch.momentum && to_nearest)
+    if (s.factored && s.m >= 16 && !batch.momentum)
       return walk<A>(
           batch, places[t], tile, APPLY_STREAMS,
           [&](auto *g, A root, const A *roots, Index start, Index size) {
             with(s.p, [&](auto *type) {
               using T = std::remove_reference_t<decltype(*type)>;
-              apply_row(g, root, roots, size, cap, taken, batch.decay != 0, static_cast<T *>(tensor.p) + start);
+              T *p = static_cast<T *>(tensor.p) + start;
+              if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
+                if (rounds) {
+                  draws.fill(start, size, bits);
+                  T *comp = tensor.comp ? static_cast<T *>(tensor.comp) + start : nullptr;
+                  using F = Lanes<float>;
+                  return apply_rounded(p, comp, size, bits, taken, decays, [&](Index i, Index count) {
+                    if (count < 16)
+                      return F::load(g + i, count).update(root, F::load(roots + i, count), cap) * taken.step;
+                    __builtin_prefetch(reinterpret_cast<const char *>(g + i) + AHEAD);
+                    __builtin_prefetch(reinterpret_cast<const char *>(p + i) + AHEAD);
+                    return F::load(g + i).update(root, F::load(roots + i), cap) * taken.step;
+                  });
+                }
+              }
+              apply_row(g, root, roots, size, cap, taken, decays, p);
             });
           },
           none, none);
@@ -1261,16 +1312,17 @@ void apply_batch(const Batch &batch) {
         using T = std::remove_reference_t<decltype(*type)>;
         T *p = static_cast<T *>(tensor.p) + start;
         if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
-          if (!to_nearest) {
-            uint32_t bits[RUN];
-            draws(batch.counters[t], uint32_t(batch.template number<A>(STEP, t)), start, size, bits);
+          if (rounds) {
+            draws.fill(start, size, bits);
             T *comp = tensor.comp ? static_cast<T *>(tensor.comp) + start : nullptr;
-            return store_rounded(p, comp, u, size, bits, taken, batch.decay != 0);
+            return apply_rounded(p, comp, size, bits, taken, decays, [&](Index i, Index count) {
+              return count < 16 ? Lanes<float>::load(u + i, count) : Lanes<float>::load(u + i);
+            });
           }
         }
         for (Index i = 0; i < size; ++i) {
           A x = A(value(p[i]));
-          round_to((batch.decay ? x - x * taken.decay : x) - u[i], p[i]);
+          round_to((decays ? x - x * taken.decay : x) - u[i], p[i]);
         }
       });
     });
