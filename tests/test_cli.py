@@ -140,6 +140,7 @@ BAD = {
     "negative lr": (["--lr", "-0.5"], "--lr must be a finite number >= 0, got -0.5"),
     "lr nan": (["--lr", "nan"], "--lr must be a finite number >= 0, got nan"),
     "negative seed": (["--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
+    "unknown dtype": (["--dtype", "float8"], "--dtype must be one of float32, bfloat16, got 'float8'"),
     "unknown optimizer": (["--optimizer", "sgd"], "--optimizer must be one of adafactor, towhee, transformers, paper"),
     "no option name": (["-O", "beta1"], "--option must be NAME=VALUE, got 'beta1'"),
     "unknown option": (["-O", "beta9=1"], "optimizer adafactor has no option 'beta9'; it has beta2_decay, eps, d"),
@@ -219,7 +220,9 @@ def test_a_finished_run_resumed_says_so_and_gives_the_same_result():
     assert again.stdout == first.stdout
 
 
-@pytest.mark.parametrize("change", [["--steps", "20"], ["--lr", "1"], ["-O", "d=2"], ["--seed", "0"], ["text"]])
+@pytest.mark.parametrize(
+    "change", [["--steps", "20"], ["--lr", "1"], ["-O", "d=2"], ["--seed", "0"], ["--dtype", "bfloat16"], ["text"]]
+)
 def test_resuming_refuses_what_would_change_the_run(change: list[str]):
     """Ignoring it silently would be worse."""
     assert train("--out", "run", "--quiet").exit_code == 0

@@ -429,3 +429,61 @@ def test_every_deviation_is_documented():
     named = set(re.findall(r"`(test_\w+)`", text))
     here = {name for name in globals() if name.startswith("test_")} - {"test_every_deviation_is_documented"}
     assert named == here
+
+
+# With an argument that the peers lack
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_small_steps_in_bfloat16(weight_decay):
+    """Fine-tuning in bfloat16 with the peers moves nothing."""
+    manual = {"lr": 1e-4, "relative_step": False, "scale_parameter": False, "weight_decay": weight_decay}
+    g = torch.full((40, 40), 0.0 if weight_decay else 1.0)
+
+    def moved(cls, dtype, **options):
+        params = parameters([torch.ones(40, 40)], dtype)
+        return float((1 - trajectory(cls(params, **options), params, [[g]] * 200)[-1][0].double()).mean())
+
+    exact = moved(OursT, torch.float32, **manual)
+    assert exact > 5e-3
+    assert moved(Transformers, torch.bfloat16, **manual) == 0
+    assert moved(Torch, torch.bfloat16, lr=1e-4, weight_decay=weight_decay) == 0
+    assert moved(OursT, torch.bfloat16, **manual, rounding="stochastic") == pytest.approx(exact, rel=0.05)
+    # p alone is the nearest bfloat16 to where float32 is.
+    assert moved(OursT, torch.bfloat16, **manual, rounding="kahan") == pytest.approx(exact, abs=2**-9)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite(value):
+    """Hours of training are lost to one bad batch."""
+    start, [[good]] = random_steps([(4, 6)], 1)
+    bad = good.clone()
+    bad[1, 2] = value
+    for peer, ours in ((Torch, Adafactor), (Transformers, OursT)):
+        params = parameters(start)
+        assert not finite(trajectory(peer(params), params, [[bad], [good], [good]])[-1][0])
+        params, twins = parameters(start), parameters(start)
+        optimizer = ours(params, skip_nonfinite=True)
+        after = trajectory(optimizer, params, [[bad], [good], [good]])[-1][0]
+        assert torch.equal(after, trajectory(ours(twins), twins, [[good], [good]])[-1][0])
+        assert int(optimizer.skipped_steps) == 1
+
+
+def test_a_row_that_wakes():
+    """A rare word's embedding jumps whenever the word occurs."""
+    draw = torch.Generator().manual_seed(0)
+    grads = [torch.randn(40, 32, generator=draw) for _ in range(400)]
+    for t, g in enumerate(grads, start=1):
+        g[7] *= t % 50 == 0
+
+    def jump(cls, **options):
+        params = parameters([torch.ones(40, 32)])
+        path = trajectory(cls(params, **options), params, [[g] for g in grads])
+        last = (path[-1][0] - path[-2][0]).square().mean(1).sqrt()
+        return float(last[7] / last[:7].mean())
+
+    manual = {"lr": 1e-3, "relative_step": False, "scale_parameter": False}
+    assert jump(Transformers, **manual) > 4
+    assert jump(Torch) > 4
+    assert jump(OursT, **manual, max_row_boost=2.0) < 2.2
+    assert jump(Adafactor, max_row_boost=2.0) < 2.2

@@ -131,10 +131,26 @@ def test_it_learns_a_repeating_text(file: str, tmp_path: Path, optimizer: str):
     assert run.rows[-1].val_bits_per_byte < 2
 
 
-@pytest.mark.parametrize("optimizer", list(optimizers.CHOICES))
-def test_a_resumed_run_is_the_run_never_stopped(file: str, tmp_path: Path, optimizer: str):
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_it_learns_in_bfloat16(file: str, tmp_path: Path, rounding: str):
+    """Weights, activations and gradients: half the memory."""
+    run = start(tiny(file, steps=80, batch=8, lr=0.05, dtype="bfloat16", options=(f"rounding={rounding}",)))
+    assert {p.dtype for p in run.model.parameters()} == {torch.bfloat16}
+    train(run, tmp_path)
+    assert run.rows[-1].val_bits_per_byte < 2
+
+
+IN_BFLOAT16 = {"dtype": "bfloat16", "options": ("rounding=stochastic", "seed=3")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*({"optimizer": name} for name in optimizers.CHOICES), IN_BFLOAT16],
+    ids=lambda value: str([*value.values()]),
+)
+def test_a_resumed_run_is_the_run_never_stopped(file: str, tmp_path: Path, changes: dict):
     """Bit for bit: parameters, optimizer state, metrics; stopped in the middle of an interval between two rows."""
-    config = tiny(file, steps=70, optimizer=optimizer)
+    config = tiny(file, steps=70, **changes)
     assert config.row_every == 2
     whole = start(config)
     train(whole, tmp_path)

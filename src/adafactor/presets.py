@@ -38,16 +38,15 @@ def llm_fine_tuning(params: ParamsT, lr: float | Tensor = 1e-5, **changes: Any) 
     - beta1=None: momentum would be the size of the model, in float32.
     - clip_threshold=1.0: takes the place of clipping by the global norm, and needs no second look at the gradients.
     - weight_decay=0.0: fine-tuning is short.
+    - rounding="stochastic": in bfloat16 a step below half a unit in the last place (0.2% of the weight) is lost by
+      rounding to the nearest, and at such an lr that is most of them. It keeps nothing.
 
     From AdamW: take its lr. u has an rms of at most 1, like Adam's update early in training.
 
-    Note:
-        In bfloat16 a step below half a unit in the last place (0.2% of the weight) is lost by rounding. Where lr is far
-        below that, keep the weights in float32.
-
-    Source: what Hugging Face's Trainer builds for ``optim="adafactor"``.
+    Source: what Hugging Face's Trainer builds for ``optim="adafactor"``; the rounding is this library's.
     """
     settings = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0, "weight_decay": 0.0}
+    settings |= {"rounding": "stochastic"}
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
@@ -58,14 +57,15 @@ def diffusion_unet(params: ParamsT, lr: float | Tensor = 1e-5, **changes: Any) -
       1x1 convolution twice its size; split between output channels and the rest, less than 1% from 192 channels up.
     - scale_parameter=False, relative_step=False: such models start layers at zero (the last of every block), which a
       step relative to the parameter's size hardly moves.
-    - beta1=None, clip_threshold=1.0: as in ``llm_fine_tuning``.
+    - beta1=None, clip_threshold=1.0, rounding="stochastic": as in ``llm_fine_tuning``.
 
     From AdamW: take its lr.
 
     Source: the settings that trainers for Stable Diffusion recommend (kohya-ss/sd-scripts, OneTrainer); factor="matrix"
-    is this library's.
+    and the rounding are this library's.
     """
     settings = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0, "factor": "matrix"}
+    settings |= {"rounding": "stochastic"}
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
