@@ -23,6 +23,7 @@ ORDER = [
     ["backends"],
     ["layouts"],
     ["state"],
+    ["parts"],
     ["batching", "saving"],
     ["optimizer"],
     [

@@ -245,6 +245,24 @@ def test_large_tensors_go_through_the_sweeps_one_by_one(cls, monkeypatch):
     assert sizes[:3] == [2, 1, 2]
 
 
+@both
+@pytest.mark.parametrize("skip", [False, True, "parameter"])
+def test_one_wave_at_a_time_has_temporaries(cls, skip, monkeypatch):
+    """Those of all waves together would be as large as the model."""
+    batches = []
+
+    def rest(batch, backend, rest=sweeps.rest):
+        for other in batches:
+            assert other is batch or not isinstance(other.kept, reference.Kept)
+        batches.append(batch)
+        rest(batch, backend)
+
+    monkeypatch.setattr(reference, "WAVE", 80)
+    monkeypatch.setattr(sweeps, "rest", rest)
+    stepped(cls, (5, 5), (5, 5), (40, 5), (5, 5), fused=False, skip_nonfinite=skip)
+    assert len(batches) >= 4
+
+
 def test_a_captured_graph_is_refused(monkeypatch):
     """It would replay the step count of its capture for ever."""
     device = torch.device("cuda")

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from . import backends, batching, checks, saving, state
 from .layouts import Layout
+from .parts import Measured
 from .reference import norm
 from .rounding import ROUNDINGS
 from .rule import Rule
@@ -29,7 +30,7 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         # rms(p) of the last step, for step_sizes() and for layouts that save it: derived, so no state.
-        self._rms: dict[Tensor, batching.Measured | float] = {}
+        self._rms: dict[Tensor, Measured | float] = {}
         # What a relative group's lr was last set to show, by the group's id: another value is somebody else's.
         self._shown: dict[int, float] = {}
         # What a group's state was factored by, by the group's id: equal sizes hide a change from the state's shapes.

@@ -45,8 +45,8 @@ def llm_fine_tuning(params: ParamsT, lr: float | Tensor = 1e-5, **changes: Any) 
 
     Source: what Hugging Face's Trainer builds for ``optim="adafactor"``; the rounding is this library's.
     """
-    settings = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0, "weight_decay": 0.0}
-    settings |= {"rounding": "stochastic"}
+    settings: dict[str, Any] = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0}
+    settings |= {"weight_decay": 0.0, "rounding": "stochastic"}
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
@@ -64,8 +64,8 @@ def diffusion_unet(params: ParamsT, lr: float | Tensor = 1e-5, **changes: Any) -
     Source: the settings that trainers for Stable Diffusion recommend (kohya-ss/sd-scripts, OneTrainer); factor="matrix"
     and the rounding are this library's.
     """
-    settings = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0, "factor": "matrix"}
-    settings |= {"rounding": "stochastic"}
+    settings: dict[str, Any] = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0}
+    settings |= {"factor": "matrix", "rounding": "stochastic"}
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
