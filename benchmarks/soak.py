@@ -46,7 +46,7 @@ def main() -> None:
 
         try:
             run()
-        except BaseException:
+        except Exception:
             print(f"found by --seed {current}", file=sys.stderr)
             raise
         print(f"seed {current}: {count} cases so far, all held", file=sys.stderr)

@@ -203,3 +203,12 @@ def check(case: Case) -> None:
             unit = torch.finfo(p.dtype).eps * theirs.abs() + torch.finfo(p.dtype).tiny * torch.finfo(p.dtype).eps
             wide = p.dtype is torch.float64
             assert ((mine - theirs).abs() <= (1e-12 if wide else 1e-5) * movement + units * unit).all(), where
+            own, other = optimizer.state[p], truth.state[q]
+            assert own.keys() == other.keys(), where
+            for name in own.keys() - {"step", "compensation"}:
+                # Sums in another order; momentum in lower precision may be rounded the other way, and m of small p's.
+                low = own[name].dtype in (torch.bfloat16, torch.float16)
+                largest = float(other[name].abs().max()) if other[name].numel() else 0.0
+                relative = len(case.kinds) * (2.0**-7 if low else 1e-12 if wide else 1e-5)
+                off = (own[name].double() - other[name].double()).abs()
+                assert (off <= relative * other[name].double().abs() + 1e-5 * largest).all(), f"{name} of {where}"

@@ -82,6 +82,23 @@ def test_a_step_that_is_skipped_had_never_been(case, backend, value, dtype):
 
 
 @backends
+@pytest.mark.parametrize(
+    "shape", [(200_003,), (300, 700), (5000, 40), (40, 5000), (2, 9000), (3, 70_000), (60, 50, 7, 3)]
+)
+@pytest.mark.parametrize("where", [0.0, 0.3, 0.52, 0.77, 0.999])
+def test_none_is_overlooked(shape, where, backend):
+    """However a tensor is cut up: one nan that slips through is enough."""
+    p = Parameter(torch.ones(shape))
+    optimizer = Adafactor([p], skip_nonfinite=True, factor="last" if len(shape) < 4 else "matrix", **BACKENDS[backend])
+    for value in (NAN, -INF, 1e30):
+        p.grad = torch.ones(shape)
+        p.grad.view(-1)[int(where * p.numel())] = value
+        optimizer.step()
+    assert int(optimizer.skipped_steps) == 3
+    assert torch.equal(p, torch.ones(shape))
+
+
+@backends
 @cases
 def test_the_first_step_may_be_skipped(case, backend):
     """A GradScaler's usually is: statistics still start with the first gradients that count."""
@@ -229,8 +246,8 @@ def test_a_copy_counts_on():
     assert (int(optimizer.skipped_steps), int(twin.skipped_steps)) == (1, 2)
 
 
-def test_closures_hooks_and_threads_of_one_step():
-    """The loss is returned whether or not the step is taken."""
+def test_a_closures_loss_is_returned():
+    """Whether or not the step is taken."""
     params = [Parameter(torch.ones(3))]
     optimizer = Adafactor(params, skip_nonfinite=True)
 
@@ -298,6 +315,34 @@ def test_an_optimizer_pickled_before_there_was_a_count():
     restored = Adafactor.__new__(Adafactor)
     restored.__setstate__(old)
     assert int(copy.deepcopy(restored).skipped_steps) == 0
+
+
+def test_inference_mode_from_beginning_to_end():
+    """An evaluation script that also trains, or builds its optimizer there."""
+    with torch.inference_mode():
+        p = Parameter(torch.ones(3))
+        optimizer = Adafactor([p], skip_nonfinite=True)
+    q = Parameter(torch.ones(3))
+    other = Adafactor([q], skip_nonfinite=True)
+    for value in (1.0, NAN):
+        q.grad = torch.full((3,), value)
+        with torch.inference_mode():
+            other.step()
+    assert int(other.skipped_steps) == 1
+    optimizer.param_groups[0]["params"] = [q]
+    optimizer.step()
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_what_the_last_step_did_not_see_is_no_culprit():
+    p, q = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer = Adafactor([p, q], skip_nonfinite=True)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    q.grad = torch.full((3,), NAN)
+    assert optimizer.nonfinite_parameters() == []
+    optimizer.step()
+    assert optimizer.nonfinite_parameters() == ["parameter 1 of group 0"]
 
 
 def test_sparse_gradients_are_refused_here_too():
@@ -523,20 +568,23 @@ def test_amp_only_where_all_groups_ask_for_it():
 # Rows that wake
 
 
-def waking(backend, boost, shape=(50, 16), idle=200, **options):
-    """The rms of u, in a row that has had no gradient for long, at the step at which it has one."""
+UNCLIPPED = {
+    "torch": (Adafactor, {"lr": 1.0, "d": None}),
+    "transformers": (TransformersAdafactor, {"lr": 1.0, "relative_step": False, "clip_threshold": None}),
+    "paper": (paper.Adafactor, {"d": None}),
+    "optax": (optax.Adafactor, {"clipping_threshold": None, "min_dim_size_to_factor": 2}),
+    "big_vision": (big_vision.Adafactor, {"momentum": None, "min_dim_size_to_factor": 2}),
+    "timm": (timm.Adafactor, {"lr": 1.0, "clip_threshold": None, "min_dim_size_to_factor": 2}),
+    "matrix": (Adafactor, {"lr": 1.0, "d": None, "factor": "matrix"}),
+}
+
+
+def waking(backend, boost, shape=(50, 16), idle=200, dialect="transformers"):
+    """The rms of the step, in a row that has had no gradient for long, over that of the others."""
     draw = torch.Generator().manual_seed(0)
     p = Parameter(torch.zeros(shape))
-    optimizer = TransformersAdafactor(
-        [p],
-        lr=1.0,
-        relative_step=False,
-        scale_parameter=False,
-        clip_threshold=None,
-        max_row_boost=boost,
-        **BACKENDS[backend],
-        **options,
-    )
+    cls, options = UNCLIPPED[dialect]
+    optimizer = cls([p], **options, max_row_boost=boost, **BACKENDS[backend])
     for t in range(1, idle + 2):
         g = torch.randn(shape, generator=draw)
         g[..., 7, :] *= t == 1 or t > idle
@@ -544,19 +592,21 @@ def waking(backend, boost, shape=(50, 16), idle=200, **options):
         p.grad = g
         optimizer.step()
     rms = p.detach().square().mean(-1).sqrt()
-    return float(rms[..., 7].mean()), float(torch.cat([rms[..., :7], rms[..., 8:]], -1).mean())
+    others = float(torch.cat([rms[..., :7], rms[..., 8:]], -1).mean())
+    return float(rms[..., 7].mean()) / others, others
 
 
 @backends
-def test_a_row_that_wakes_is_held_back(backend):
-    """Without a limit it takes steps of 1/sqrt(1 - beta2); the other rows do not notice."""
-    free, others = waking(backend, None)
-    limited, still = waking(backend, 2.0)
+@pytest.mark.parametrize("dialect", UNCLIPPED)
+@pytest.mark.parametrize("shape", [(50, 16), (16, 50)])
+def test_a_row_that_wakes_is_held_back(backend, dialect, shape):
+    """Without a limit it takes steps of 1 / sqrt(1 - beta2); the others do not notice. Whichever dim is the larger one."""
+    free, others = waking(backend, None, shape, dialect=dialect)
+    limited, still = waking(backend, 2.0, shape, dialect=dialect)
     assert free > 5
-    assert limited == pytest.approx(2.0, rel=0.1)
-    assert others == pytest.approx(1.0, rel=0.1)
+    assert limited == pytest.approx(2.0, rel=0.15)
     assert still == pytest.approx(others, rel=0.02)
-    assert waking(backend, 100.0) == (free, others)
+    assert waking(backend, 100.0, shape, dialect=dialect) == (free, others)
 
 
 @backends
@@ -580,13 +630,15 @@ def test_experts_that_wake_are_held_back(backend):
 
 
 @pytest.mark.skipif(kernel.missing() is not None, reason=f"no kernel: {kernel.missing()}")
-def test_rows_are_rows_in_any_order_of_memory():
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+@pytest.mark.parametrize("mode", ["last", "largest"])
+def test_rows_are_rows_in_any_order_of_memory(shape, mode):
     """A transposed embedding's rows are columns in memory."""
-    start, steps = random_steps([(12, 30)], 6)
+    start, steps = random_steps([shape], 6)
     results = []
     for fused in (True, False):
         p = Parameter(start[0].t().contiguous().t())
-        optimizer = TransformersAdafactor([p], max_row_boost=1.0, fused=fused)
+        optimizer = TransformersAdafactor([p], max_row_boost=1.0, fused=fused, factor=mode)
         for (g,) in steps:
             p.grad = g.clone().t().contiguous().t()
             optimizer.step()

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, checks, reference, rounding
+from . import backends, checks, rounding
 from .layouts import COMPENSATION, Layout
-from .parts import Key, Measured, Member, Part
+from .parts import Key, Measured, Member, Part, moved
 from .rounding import Counter
 from .rule import Form, Rule
 from .shapes import Factoring, Plan
 from .state import State, arithmetic
-from .sweeps import Columns, Item, broadcasting, stacked
+from .sweeps import Columns, Item, broadcasting
 
 
 class Setting(NamedTuple):
@@ -91,23 +91,14 @@ def item(p: Tensor, plan: Plan, own: Mapping[str, Any], form: Form, layout: Layo
     """What the next step of a parameter is for, with as much of its state as there is, and p for a missing gradient."""
     m = None if form.momentum is None else own.get(layout.momentum)
     comp = own.get(COMPENSATION) if form.rounding == "kahan" else None
-    at = rounding.counter(0, plan.shape) if draws(p, form) else None
+    at = rounding.counter(0, plan.shape) if is_drawn(p, form) else None
     g = p if p.grad is None else p.grad
     if plan.factored:
         return broadcasting(plan, p, g, own.get(layout.row), own.get(layout.col), None, m, comp, at)
     return broadcasting(plan, p, g, None, None, own.get(layout.full), m, comp, at)
 
 
-def is_finite(g: Tensor, plan: Plan, dtype: torch.dtype) -> bool:
-    """Whether the gradient of a parameter of a dtype is finite, as the first sweep sees it. Waits for the device."""
-    if plan.numel == 0:
-        return True
-    whole = Item(plan, g, g.to(arithmetic(dtype)), None, None, None, None, None, None)
-    parts = (reference.largest_sum(each.g, reference.factor_sums(each.plan, each.g)) for each in stacked(whole))
-    return all(bool(part.isfinite()) for part in parts)
-
-
-def draws(p: Tensor, form: Form) -> bool:
+def is_drawn(p: Tensor, form: Form) -> bool:
     """Whether a parameter is rounded with random bits."""
     return form.rounding != "nearest" and p.dtype in rounding.LOW
 
@@ -116,7 +107,7 @@ def counters(found: Found, plans: Sequence[Plan], settings: Sequence[Setting]) -
     """Where the elements of the parameters found are among all draws; None where they are rounded to the nearest."""
     ats: list[Counter | None] = [None] * len(plans)
     for i, (group, p) in enumerate(zip(found.groups, found.params, strict=True)):
-        if draws(p, settings[group].form) and found.labels is not None:
+        if is_drawn(p, settings[group].form) and found.labels is not None:
             key = rounding.key(settings[group].seed, found.labels[i])
             ats[i] = rounding.counter(key, plans[i].shape)
     return ats
@@ -168,7 +159,7 @@ class Program:
             for name, factored in ((layout.row, True), (layout.col, True), (layout.full, False))
         ]
         self._names.append([layout.momentum if settings[i].form.momentum is not None else None for i in owners])
-        low = [draws(p, settings[i].form) for i, p in zip(owners, found.params, strict=True)]
+        low = [is_drawn(p, settings[i].form) for i, p in zip(owners, found.params, strict=True)]
         kahan = [each and settings[i].form.rounding == "kahan" for i, each in zip(owners, low, strict=True)]
         self._names.append([COMPENSATION if each else None for each in kahan])
         self._counters = counters(found, plans, settings)
@@ -221,9 +212,9 @@ class Program:
             for part in self.parts:
                 part.begin(*columns, rules, scaling.unscale)
             inf = None if scaling.found_inf is None else scaling.found_inf != 0
-            whole = [part for part in self.parts if part.key.form.skip == "step"]
-            bad = _any([*(part.first() for part in whole), inf])
-            return _any([part.rest(_at(bad if part in whole else inf, part.key.device)) for part in self.parts])
+            together = [part for part in self.parts if part.key.form.skip == "step"]
+            bad = _any([*(part.first() for part in together), inf])
+            return _any([part.rest(bad if part in together else inf) for part in self.parts])
         finally:
             for part in self.parts:
                 part.end()
@@ -248,11 +239,6 @@ class Program:
         return columns, [own["step"] for own in states]
 
 
-def _at(mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """A mask on a device, which is waited for only by a CPU."""
-    return None if mask is None else mask.to(device, non_blocking=device.type != "cpu")
-
-
 def _any(masks: Sequence[Tensor | None]) -> Tensor | None:
     """Whether any mask is true, 0-d, on the device of the first; None where there are none.
 
@@ -263,7 +249,7 @@ def _any(masks: Sequence[Tensor | None]) -> Tensor | None:
     if not some:
         return None
     device = some[0].device
-    return torch.stack([mask.to(device, non_blocking=device.type != "cpu") for mask in some]).any()
+    return torch.stack([moved(mask, device) for mask in some]).any()
 
 
 # Strides, dtype and bytes say what the shape of a dense tensor is, for less.

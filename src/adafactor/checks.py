@@ -75,9 +75,13 @@ def momentum(name: str, value: Any) -> float | None:
 
 def flag(name: str, value: Any) -> bool:
     """True or False, or 1 or 0."""
-    if isinstance(value, Tensor) or getattr(value, "shape", ()) != () or value not in (True, False):
+    if not _is_flag(value):
         raise ValueError(f"{name} should be True or False, got {value!r}")
     return bool(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return not isinstance(value, Tensor) and getattr(value, "shape", ()) == () and value in (True, False)
 
 
 def count(name: str, value: Any) -> int:
@@ -121,7 +125,7 @@ def skip(name: str, value: Any) -> Literal["step", "parameter"] | None:
     """True is "step", False is None, or "parameter"."""
     if isinstance(value, str) and value == "parameter":
         return "parameter"
-    if isinstance(value, (str, Tensor)) or getattr(value, "shape", ()) != () or value not in (True, False):
+    if not _is_flag(value):
         raise ValueError(f"{name} should be True, False or 'parameter', got {value!r}")
     return "step" if value else None
 

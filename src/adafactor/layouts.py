@@ -201,6 +201,6 @@ def _step(entry: Mapping[str, Any], label: str) -> Tensor:
     step = entry.get("step")
     if isinstance(step, Tensor) and step.numel() == 1:
         step = step.item()
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < float("inf"):
-        raise ValueError(f"the step of {label} should be a finite number >= 0, got {step!r}")
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 <= step < 2**32:
+        raise ValueError(f"the step of {label} should be a number >= 0 and below 2^32, got {step!r}")
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")

@@ -13,10 +13,11 @@ from torch.nn.parameter import is_lazy
 from . import backends, batching, checks, saving, state
 from .layouts import Layout
 from .parts import Measured
-from .reference import norm
+from .reference import is_finite, norm
 from .rounding import ROUNDINGS
 from .rule import Rule
 from .shapes import MODES, Factoring, Plan
+from .sweeps import Item
 
 
 class BaseAdafactor(torch.optim.Optimizer):
@@ -39,8 +40,12 @@ class BaseAdafactor(torch.optim.Optimizer):
         self._program: batching.Program | None = None
         # Whether the gradients of the last step were not finite, slice by slice, where it looked.
         self._bad: dict[Tensor, Tensor] = {}
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
-        """Steps at which a gradient that was not finite left something as it was: 0-d, where the parameters are."""
+        self.skipped_steps = _zero()
+        """Steps since construction at which a gradient that was not finite left something as it was.
+
+        A 0-d tensor, from the first such look on beside the parameters: ask the optimizer for it each time. Copied with
+        the optimizer, and no part of its state dict.
+        """
         # Every group may give its own lr; all other defaults have to be good even if no group ends up with them.
         self._check_group({**defaults, "lr": 0.0 if defaults["lr"] is None else defaults["lr"]})
         super().__init__(params, defaults)
@@ -51,7 +56,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def engine(group: Mapping[str, Any]) -> dict[str, Any]:
+    def common(group: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the rule that every dialect sets alike. Raises a ValueError like ``rule``."""
         return {
             "rounding": checks.choice("rounding", group.get("rounding", "nearest"), ROUNDINGS),
@@ -76,7 +81,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         super().__setstate__(state)
         if not hasattr(self, "skipped_steps"):
             # Pickled by a version that had none.
-            self.skipped_steps = torch.zeros((), dtype=torch.int64, device="cpu")
+            self.skipped_steps = _zero()
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
         self._program = None
@@ -214,7 +219,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         self._warn_of_lr(rules)
         stayed = program.step(columns, rules, self._scaling())
         if stayed is not None and not stayed.is_meta:
-            self.skipped_steps = self.skipped_steps.to(stayed.device).add_(stayed)
+            self._count_skipped(stayed)
 
         for group, rule in zip(self.param_groups, rules, strict=True):
             # Where the host does not count the steps, it would wait for who does.
@@ -241,6 +246,10 @@ class BaseAdafactor(torch.optim.Optimizer):
         """
         return all(group.get("fused") for group in self.param_groups)
 
+    @torch.inference_mode(False)
+    def _count_skipped(self, stayed: Tensor) -> None:
+        self.skipped_steps = self.skipped_steps.to(stayed.device, non_blocking=True).add_(stayed)
+
     def _scaling(self) -> batching.Scaling:
         """What a GradScaler has set for this step."""
         scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -252,21 +261,28 @@ class BaseAdafactor(torch.optim.Optimizer):
         """The parameters whose gradients are not finite, by name, or as "parameter 0 of group 0" without names.
 
         With skip_nonfinite, the gradients of the last step, as it saw them; without, and before the first step, those
-        that are there now. Finite means that the squares, and their sums over rows and over columns, are, in float32
-        (float64 for float64 parameters). Reads from the devices, so it may wait for them.
+        that are there now (under a GradScaler, as they are scaled). Finite means that the squares, and their sums over
+        rows and over columns, are, in float32 (float64 for float64 parameters). Reads from the devices, so it may wait
+        for them.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
         """
         found = []
         for index, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
-                if p in self._bad:
-                    bad = bool(self._bad[p].any())
+                if self._program is not None and group.get("skip_nonfinite"):
+                    bad = p in self._bad and bool(self._bad[p].any())
                 else:
-                    if p.grad is not None:
-                        checks.gradient(p, p.grad, group, index, position)
-                    bad = p.grad is not None and not batching.is_finite(p.grad, self._plan(p, group), p.dtype)
+                    bad = p.grad is not None and not self._is_finite(p, p.grad, group, index, position)
                 if bad:
                     found.append(checks.name(group, index, position))
         return found
+
+    def _is_finite(self, p: Tensor, g: Tensor, group: Mapping[str, Any], index: int, position: int) -> bool:
+        checks.gradient(p, g, group, index, position)
+        plan = self._plan(p, group)
+        return is_finite(Item(plan, p, g, None, None, None, None, None, None), state.arithmetic(p.dtype))
 
     def _check(self, rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> list[tuple[Tensor, Plan, Rule]]:
         """Refuse what no step can be taken for. Returns the parameters whose state is not ready."""
@@ -370,7 +386,9 @@ class BaseAdafactor(torch.optim.Optimizer):
         """Load what any system known to ``layouts`` saved. What was saved is copied, statistics keep their precision.
 
         Hyper-parameters are taken over from the dialect's own layout; from another's they are not, with a warning,
-        since they mean something else there. Engine arguments, and keys that the file lacks, stay as they are.
+        since they mean something else there. Keys that the file lacks stay as they are, and so do the arguments that
+        say how a step is computed and what is kept for it: factor, min_dim_size_to_factor, factored, batch_dims,
+        foreach, fused, rounding, skip_nonfinite and max_row_boost. The seed is the file's.
 
         Args:
             state_dict: what a ``state_dict()`` returned.
@@ -392,6 +410,12 @@ class BaseAdafactor(torch.optim.Optimizer):
             self._show_lr(group, self.rule(group))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+@torch.inference_mode(False)
+def _zero() -> Tensor:
+    # Not as an inference tensor, which no later step could write to.
+    return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _is_zero(lr: float | Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.linalg import vector_norm
 
 from .rounding import put, store
 from .shapes import Plan
-from .sweeps import Batch, Item, Scalar, scalars, sizes
+from .sweeps import Batch, Item, Scalar, scalars, sizes, stacked
 
 WAVE = 8 << 20
 """Bytes of a wave, which stay in cache from sweep to sweep."""
@@ -30,9 +30,9 @@ STAGE = 1 << 8
 
 
 class Kept(NamedTuple):
-    """What goes from sweep to sweep: each factored tensor's R over mean(C), and each tensor's u."""
+    """What goes from sweep to sweep: what each factored tensor's V is the product of, and each tensor's u."""
 
-    rows: list[Tensor | None]
+    factors: list[tuple[Tensor, Tensor] | None]
     u: list[Tensor]
 
 
@@ -63,39 +63,46 @@ def observe(batch: Batch) -> list[tuple[Tensor, Tensor] | None]:
 
 
 def average(batch: Batch, sums: list[tuple[Tensor, Tensor] | None]) -> None:
-    """Take the first sweep's sums into R and C, and keep R over mean(C), which is at least its floor.
+    """Take the first sweep's sums into R and C, and keep R over mean(C), which is at least its floor, and C.
 
-    mean(C) = mean(R): taken from C on every path, since a shard of rows has C whole.
+    mean(C) = mean(R): taken from C on every path, since a shard of rows has C whole. Rows that wake are limited in the
+    factor of the earlier dim, whichever of the two the plan calls rows.
     """
     n = batch.numbers
-    rows: list[Tensor | None] = []
+    kept: list[tuple[Tensor, Tensor] | None] = []
     columns = (scalars(n.b), scalars(n.added), scalars(n.floor), scalars(n.boost), holds(batch))
     for item, factors, b, added, floor, boost, hold in zip(batch.items, sums, *columns, strict=True):
         if factors is None or item.R is None or item.C is None:
-            rows.append(None)
+            kept.append(None)
             continue
-        r, c = (total.div_(size) for total, size in zip(factors, (item.plan.m, item.plan.n), strict=True))
+        plan = item.plan
+        r, c = (total.div_(size) for total, size in zip(factors, (plan.m, plan.n), strict=True))
         if batch.form.added:
             r, c = r.add_(added), c.add_(added)
         put(item.R, item.R.lerp(r, b), hold)
         put(item.C, item.C.lerp(c, b), hold)
-        mean = item.C.mean(dim=item.plan.cols, keepdim=True).clamp_(min=floor)
-        rows.append(torch.maximum(item.R, r.div_(boost).div_(boost)).div_(mean))
-    batch.kept = Kept(rows, [])
+        mean = item.C.mean(dim=plan.cols, keepdim=True).clamp_(min=floor)
+        R, C = item.R, item.C
+        if plan.leads_with_rows:
+            R = torch.maximum(R, r.div_(boost).div_(boost))
+        else:
+            C = torch.maximum(C, c.div_(boost).div_(boost))
+        kept.append((R / mean, C))
+    batch.kept = Kept(kept, [])
 
 
 def measure(batch: Batch) -> Tensor:
     """[k] sums of u^2. Brings a full V up to date first."""
-    n, (rows, u) = batch.numbers, batch.kept
+    n, (kept, u) = batch.numbers, batch.kept
     columns = (scalars(n.b), scalars(n.added), scalars(n.cap), unscales(batch), holds(batch))
-    for item, row, b, added, cap, unscale, hold in zip(batch.items, rows, *columns, strict=True):
+    for item, factors, b, added, cap, unscale, hold in zip(batch.items, kept, *columns, strict=True):
         g = gradient(item, batch.dtype, unscale)
         if item.V is not None:
             squares = g * g
             if batch.form.added:
                 squares.add_(added)
             put(item.V, torch.lerp(item.V, squares, b, out=item.V if hold is None else squares), hold)
-        u.append(inverse_root(item, row, cap).mul_(g))
+        u.append(inverse_root(item, factors, cap).mul_(g))
     return torch.stack([norm(each) for each in u]).square_()
 
 
@@ -191,16 +198,23 @@ def largest_sum(g: Tensor, sums: tuple[Tensor, Tensor] | None) -> Tensor:
     return torch.stack([part.amax() for part in parts]).amax()
 
 
-def inverse_root(item: Item, row: Tensor | None, cap: Scalar) -> Tensor:
+def is_finite(whole: Item, dtype: torch.dtype) -> bool:
+    """Whether a gradient, of a stack all slices of it, is finite as the first sweep sees it. Waits for the device."""
+    if whole.plan.numel == 0:
+        return True
+    parts = [(item.plan, item.g.to(dtype)) for item in stacked(whole)]
+    return all(bool(largest_sum(g, factor_sums(plan, g)).isfinite()) for plan, g in parts)
+
+
+def inverse_root(item: Item, factors: tuple[Tensor, Tensor] | None, cap: Scalar) -> Tensor:
     """1 / max(sqrt V, f): a new tensor of the parameter's shape, finite where V is 0, nan where V is not finite.
 
     Factored, it is the product of two inverse roots, since R * C may underflow where neither factor does.
     """
     if item.V is not None:
         return _rsqrt(item.V).clamp_(max=cap)
-    assert row is not None
-    assert item.C is not None
-    return (_rsqrt(row) * _rsqrt(item.C)).clamp_(max=cap)
+    assert factors is not None
+    return (_rsqrt(factors[0]) * _rsqrt(factors[1])).clamp_(max=cap)
 
 
 def _rsqrt(x: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ for the compensation; the constants of ``mix`` are C. Wellons' and TheIronBorn's
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-ROUNDINGS = ("nearest", "stochastic", "kahan")
+Rounding = Literal["nearest", "stochastic", "kahan"]
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 PIECE = 1 << 20
 """Elements that are rounded at a time, since the hash needs several times their memory."""
@@ -63,8 +64,8 @@ def key(seed: int, name: str) -> int:
     return found
 
 
-def counter(key: int, shape: Sequence[int], start: int = 0) -> Counter:
-    """That of a whole parameter, or of one whole slice of it.
+def counter(key: int, shape: Sequence[int]) -> Counter:
+    """That of a whole parameter.
 
     >>> counter(7, (2, 3, 4))
     Counter(key=7, start=0, strides=(12, 4, 1))
@@ -74,23 +75,24 @@ def counter(key: int, shape: Sequence[int], start: int = 0) -> Counter:
     for size in reversed(shape):
         strides.append(step)
         step *= size
-    return Counter(key, start, tuple(reversed(strides)))
+    return Counter(key, 0, tuple(reversed(strides)))
 
 
-def mix(x: Any) -> Any:
-    """Another number below 2^32 for each one, every bit of which depends on every bit.
+def mix(x: Any, salt: Any = 0) -> Any:
+    """Another number below 2^32 for each one and each salt, every bit of which depends on every bit.
 
     Args:
         x: a number below 2^32, or an int64 tensor of them.
+        salt: another.
     """
     x = x ^ (x >> 16)
     x = (x * _FIRST) & _WORD
-    x = x ^ (x >> 15)
+    x = x ^ (x >> 15) ^ salt
     x = (x * _SECOND) & _WORD
     return x ^ (x >> 15)
 
 
-def draws(at: Counter, t: float | Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+def random_bits(at: Counter, t: float | Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
     """32 random bits for each element of a tensor: int64, from 0 up to 2^32.
 
     Args:
@@ -111,15 +113,11 @@ def draws(at: Counter, t: float | Tensor, shape: Sequence[int], device: torch.de
     second = mix(at.key >> 32 ^ first)
     first = mix(first ^ second ^ high)
     second = mix(second ^ first)
-    x: Tensor = index & _WORD ^ first
-    x = x ^ (x >> 16)
-    x = (x * _FIRST) & _WORD
-    x = x ^ (x >> 15) ^ second
-    x = (x * _SECOND) & _WORD
-    return x ^ (x >> 15)
+    found: Tensor = mix(index & _WORD ^ first, second)
+    return found
 
 
-def stochastic(x: Tensor, draws: Tensor, dtype: torch.dtype) -> Tensor:
+def stochastic(x: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
     """x, rounded up or down to dtype (bfloat16 or float16), each with the probability that makes the mean x.
 
     What dtype holds is kept, and so are inf and nan. Beyond the largest finite number is inf.
@@ -129,13 +127,13 @@ def stochastic(x: Tensor, draws: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         x: float32.
-        draws: of x's shape, see ``draws``.
+        random: of x's shape, see ``random_bits``.
         dtype: what is rounded to.
     """
     bits = x.contiguous().view(torch.int32).to(torch.int64)
     magnitude, sign = bits & 0x7FFFFFFF, bits & 0x80000000
     if dtype is torch.bfloat16:
-        found = (magnitude + (draws & 0xFFFF)) >> 16
+        found = (magnitude + (random & 0xFFFF)) >> 16
     else:
         # In units of the last place: of the number's own binade, and of 2^-24 where float16 has no smaller one.
         exponent = magnitude >> 23
@@ -145,7 +143,7 @@ def stochastic(x: Tensor, draws: Tensor, dtype: torch.dtype) -> Tensor:
         # 31 random bits are enough: what is below them is cut off.
         significand = significand >> (below - 31).clamp(min=0, max=31)
         below = below.clamp(max=31)
-        found = (significand + (draws & ((1 << below) - 1))) >> below
+        found = (significand + (random & ((1 << below) - 1))) >> below
         found = ((binade - 113 << 10) + found).clamp(max=0x7C00)
     halves = (found | sign >> 16).to(torch.int16).view(dtype)
     return torch.where(x.isfinite(), halves, x.to(dtype))
@@ -168,7 +166,7 @@ def store(
         put(p, x, stay)
         return
     for target, value, beside, place in pieces(p, x, comp, at):
-        bits = draws(place, t, target.shape, target.device)
+        bits = random_bits(place, t, target.shape, target.device)
         if beside is None:
             put(target, stochastic(value, bits, target.dtype), stay)
             continue
@@ -189,7 +187,7 @@ def put(target: Tensor, value: Tensor, stay: Tensor | None) -> None:
 def pieces(
     p: Tensor, x: Tensor, comp: Tensor | None, at: Counter
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Counter]]:
-    """Views of at most about PIECE elements."""
+    """Views of at most PIECE elements."""
     if p.numel() <= PIECE:
         yield p, x, comp, at
         return

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Rounding = Literal["nearest", "stochastic", "kahan"]
+from .rounding import Rounding
+
 Skip = Literal["step", "parameter"]
 
 
@@ -58,9 +59,9 @@ class Rule:
         decay_by: what weight_decay is multiplied by.
         maximize: whether to climb.
         rounding: how p is rounded where it is bfloat16 or float16: "nearest", "stochastic" or "kahan".
-        max_row_boost: in V, R is at least this step's mean over columns of |g|^2 + e, divided by the square of this: u
-            of a row that had no gradient for long, whose R has decayed, has an rms of about this at most. None is no
-            limit.
+        max_row_boost: in V, the statistic of the earlier dim (R, as a rule) is at least this step's mean of |g|^2 + e,
+            divided by the square of this: u of a row that had no gradient for long, whose R has decayed, has an rms of
+            about this at most. None is no limit.
         skip: what stays as it was, state and all, where a gradient is not finite: the "step", the "parameter" or
             nothing.
     """

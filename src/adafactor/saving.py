@@ -103,6 +103,7 @@ def to_load(
         owner.update({key: (p, *place) for key, p in zip(theirs["params"], group["params"], strict=True)})
     states: dict[Any, State] = {}
     rms = {}
+    dropped: list[str] = []
     for key, entry in saved["state"].items():
         if key not in owner:
             states[key] = deepcopy(entry)
@@ -114,9 +115,16 @@ def to_load(
             if found != layout and rule.beta1 is None:
                 # Of no use here, and as large as the parameter.
                 read.pop(layout.momentum, None)
+            if layouts.COMPENSATION in read and rule.rounding != "kahan":
+                dropped.append(label)
             states[p] = state.copy_for(p, read, plan, rule, layout)
             if isinstance(entry.get("RMS"), (Real, Tensor)):
                 rms[p] = float(entry["RMS"])
+    if dropped:
+        checks.warn(
+            f"the compensation of {dropped[0]}{' and others' if dropped[1:] else ''} is dropped, since the group's "
+            "rounding is not 'kahan'"
+        )
     return Loaded(merged, states, rms)
 
 

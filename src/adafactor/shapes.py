@@ -32,6 +32,11 @@ class Plan:
         """Whether R and C stand in for a full V."""
         return bool(self.rows)
 
+    @property
+    def leads_with_rows(self) -> bool:
+        """Whether the rows are of earlier dims than the columns; "largest" takes the larger dim for columns."""
+        return self.rows < self.cols
+
     @cached_property
     def numel(self) -> int:
         """The number of elements."""

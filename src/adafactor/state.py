@@ -68,7 +68,7 @@ def ready(state: Mapping[str, Any], p: Tensor, plan: Plan, rule: Rule, layout: L
     """
     wanted = tensors(plan, rule, layout, p.dtype)
     return (
-        _counts(state, p, rule)
+        _step_is_kept(state, p, rule)
         and (COMPENSATION in state) == (COMPENSATION in wanted)
         and all(
             (value := state.get(name)) is not None
@@ -89,8 +89,8 @@ def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> N
     if not fits(state, plan, layout):
         for name in ("step", *layout.names, COMPENSATION):
             state.pop(name, None)
-    if not _counts(state, p, rule):
-        state["step"] = torch.tensor(steps(state), dtype=torch.float32, device=_counter_device(p, rule))
+    if not _step_is_kept(state, p, rule):
+        state["step"] = torch.tensor(steps(state), dtype=torch.float32, device=_step_device(p, rule))
     wanted = tensors(plan, rule, layout, p.dtype)
     if COMPENSATION not in wanted:
         state.pop(COMPENSATION, None)
@@ -129,16 +129,16 @@ def _zeros(p: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pla
     return zeros.permute([order.index(i) for i in range(p.dim())]).view(shape)
 
 
-def _counter_device(p: Tensor, rule: Rule) -> torch.device:
+def _step_device(p: Tensor, rule: Rule) -> torch.device:
     return torch.device("cpu") if rule.skip is None else p.device
 
 
-def _counts(state: Mapping[str, Any], p: Tensor, rule: Rule) -> bool:
+def _step_is_kept(state: Mapping[str, Any], p: Tensor, rule: Rule) -> bool:
     """Whether the step count is where it is kept: tools move all tensors of a state at once, or put an int there."""
     step = state.get("step")
     return (
         isinstance(step, Tensor)
         and step.dtype is torch.float32
         and step.dim() == 0
-        and step.device == _counter_device(p, rule)
+        and step.device == _step_device(p, rule)
     )

@@ -36,9 +36,9 @@ void step(Index batch_size, Index n, Index m, bool factored, Index p, Index g, I
           Index rounding) {
   bool wide = p == F64;
   Index type = wide ? F64 : F32, k = 2, numel = batch_size * n * m;
-  Shape shape{batch_size, n, m, factored, momentum == 1, p, g, moment};
-  if (!factored) shape = {1, 1, numel, 0, 0, p, g, moment};
-  Shape shapes[2] = {shape, {1, 1, 5, 0, 0, p, g, moment}};
+  Shape shape{batch_size, n, m, factored, momentum == 1, momentum != 2, p, g, moment};
+  if (!factored) shape = {1, 1, numel, 0, 0, 0, p, g, moment};
+  Shape shapes[2] = {shape, {1, 1, 5, 0, 0, 0, p, g, moment}};
   Buffer p0(numel, p), g0(numel, g), R(factored ? batch_size * n : 0, type), C(factored ? batch_size * m : 0, type);
   Buffer V(factored ? 0 : numel, type), m0(momentum ? numel : 0, moment);
   Buffer p1(5, p), g1(5, g), V1(5, type), m1(5, moment), numbers(13 * k, type), p2(k, type), u2(k, type);
@@ -82,7 +82,7 @@ int main() {
   }
   // Threads that fail are no success.
   adafactor_start([](Index, Index, Index, Callback, void *) -> int32_t { return 1; });
-  Shape large{1, 400, 400, 1, 0, F32, F32, F32};
+  Shape large{1, 400, 400, 1, 0, 0, F32, F32, F32};
   Buffer p(160000, F32), g(160000, F32), R(400, F32), C(400, F32), numbers(13, F32), u2(1, F32);
   Tensor tensor{p.data, g.data, R.data, C.data, nullptr, nullptr, nullptr};
   Batch failing{};

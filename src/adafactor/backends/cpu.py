@@ -71,7 +71,8 @@ class _Table:
             assert lies is not None
             moment = 0 if item.m is None else TYPES[item.m.dtype]
             types = (TYPES[item.p.dtype], TYPES[item.g.dtype], moment)
-            shapes.extend((lies.batch, lies.n, lies.m, item.plan.factored, lies.swapped, *types))
+            limited = item.plan.leads_with_rows != lies.swapped
+            shapes.extend((lies.batch, lies.n, lies.m, item.plan.factored, lies.swapped, limited, *types))
             factors = (item.C, item.R) if lies.swapped else (item.R, item.C)
             addresses.extend(map(_address, (item.p, item.g, *factors, item.V, item.m, item.comp)))
             if form.rounding != "nearest":

@@ -25,7 +25,7 @@ WAVE = maxsize
 
 def measure(batch: Batch) -> Tensor:
     """[k] sums of u^2. Brings a full V up to date first."""
-    items, n, (rows, u) = batch.items, batch.numbers, batch.kept
+    items, n, (factors, u) = batch.items, batch.numbers, batch.kept
     b, added, cap = (scalars(column) for column in (n.b, n.added, n.cap))
     grads = [gradient(item, batch.dtype, unscale) for item, unscale in zip(items, unscales(batch), strict=True)]
     full = [i for i, item in enumerate(items) if item.V is not None]
@@ -40,7 +40,7 @@ def measure(batch: Batch) -> Tensor:
         else:
             for i, target, value in zip(full, V, torch._foreach_lerp(V, squares, weights), strict=True):
                 put(target, value, batch.hold[i])
-    u.extend(inverse_root(*each) for each in zip(items, rows, cap, strict=True))
+    u.extend(inverse_root(*each) for each in zip(items, factors, cap, strict=True))
     torch._foreach_mul_(u, grads)
     return torch.stack([norm(each) for each in u]).square_()
 
@@ -72,10 +72,11 @@ def apply(batch: Batch, u2: Tensor) -> None:
             tensor.addcmul_(tensor, share, value=-1)
     torch._foreach_sub_(x, u)
     # The parameters of a batch share the arithmetic's dtype, not their own: some are copies here, some are themselves.
-    plain = [i for i, item in enumerate(items) if stay[i] is None and item.at is None]
+    plain = {i for i, item in enumerate(items) if stay[i] is None and item.at is None}
     copied = [i for i in plain if x[i] is not items[i].p]
     if copied:
         torch._foreach_copy_([items[i].p for i in copied], [x[i] for i in copied])
     t = scalars(n.t)
-    for i in sorted({*range(len(items))} - {*plain}):
-        store(items[i].p, x[i], items[i].comp, items[i].at, t[i], stay[i])
+    for i, item in enumerate(items):
+        if i not in plain:
+            store(item.p, x[i], item.comp, item.at, t[i], stay[i])

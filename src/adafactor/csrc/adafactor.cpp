@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <stdexcept>
 #include <type_traits>
@@ -39,6 +40,7 @@ struct Shape {
   Index batch, n, m;
   Index factored;
   Index swapped;  // R belongs to the columns in memory, C to the rows
+  Index limited;  // whether max_row_boost is for the rows in memory, else for the columns
   Index p, g, moment;  // Type of each
 
   Index numel() const { return batch * n * m; }
@@ -477,10 +479,10 @@ INLINE U to_float16(R x, U draws) {
 
 // The draws: a hash of key, step and index, see rounding.py.
 
-INLINE uint32_t mix(uint32_t x) {
+INLINE uint32_t mix(uint32_t x, uint32_t salt = 0) {
   x ^= x >> 16;
   x *= 0x21f0aaad;
-  x ^= x >> 15;
+  x ^= (x >> 15) ^ salt;
   x *= 0x735a2d97;
   return x ^ (x >> 15);
 }
@@ -493,15 +495,6 @@ INLINE Salt salt(const Counter &at, uint32_t t, uint32_t high) {
   uint32_t first = mix(uint32_t(at.key) ^ t), second = mix(uint32_t(at.key >> 32) ^ first);
   first = mix(first ^ second ^ high);
   return {first, mix(second ^ first)};
-}
-
-INLINE uint32_t draw(uint32_t low, Salt salt) {
-  uint32_t x = low ^ salt.first;
-  x ^= x >> 16;
-  x *= 0x21f0aaad;
-  x ^= (x >> 15) ^ salt.second;
-  x *= 0x735a2d97;
-  return x ^ (x >> 15);
 }
 
 // The draws of one tensor at one step.
@@ -547,7 +540,7 @@ struct Draws {
       Index count = size;
       if ((index + (size - 1) * step) >> 32 != high) count = cut((high + 1) * (Index{1} << 32) - index, step);
       uint32_t low = uint32_t(index), stride = uint32_t(step);
-      for (uint32_t j = 0; j < uint32_t(count); ++j) to[j] = draw(low + j * stride, salted);
+      for (uint32_t j = 0; j < uint32_t(count); ++j) to[j] = mix((low + j * stride) ^ salted.first, salted.second);
       to += count;
       size -= count;
       index += count * step;
@@ -990,12 +983,12 @@ INLINE A mean(const A *x, Index size) {
   return A(sum / size);
 }
 
-// R over mean(C), where this step's means were.
+// A statistic over a mean, where this step's means were. boost is infinite where it is no limit.
 template <class A>
-INLINE void divide(const A *R, A mean, A boost, Index size, A *r) {
+INLINE void divide(const A *statistic, A mean, A boost, Index size, A *means) {
   for (Index i = 0; i < size; ++i) {
-    A least = r[i] / boost / boost;
-    r[i] = (R[i] < least ? least : R[i]) / mean;
+    A least = means[i] / boost / boost;
+    means[i] = (statistic[i] < least ? least : statistic[i]) / mean;
   }
 }
 
@@ -1018,13 +1011,8 @@ void average_batch(const Batch &batch) {
     for (Index k = 0; k < count; ++k) {
       A average = s.swapped ? mean(R + k * s.n, s.n) : mean(C + k * s.m, s.m);
       average = average < floor ? floor : average;
-      if (s.swapped) {
-        std::copy(R + k * s.n, R + (k + 1) * s.n, r + k * s.n);
-        divide(C + k * s.m, average, boost, s.m, c + k * s.m);
-      } else {
-        divide(R + k * s.n, average, boost, s.n, r + k * s.n);
-        std::copy(C + k * s.m, C + (k + 1) * s.m, c + k * s.m);
-      }
+      divide(R + k * s.n, s.swapped ? A(1) : average, s.limited ? boost : std::numeric_limits<A>::infinity(), s.n, r + k * s.n);
+      divide(C + k * s.m, s.swapped ? average : A(1), s.limited ? std::numeric_limits<A>::infinity() : boost, s.m, c + k * s.m);
     }
     for (Index i = 0; i < count * s.n; ++i) r[i] = inverse_root(r[i]);
     for (Index j = 0; j < count * s.m; ++j) c[j] = inverse_root(c[j]);
@@ -1197,11 +1185,17 @@ Size<A> size_of(const Batch &batch, Index t) {
   return size;
 }
 
+// x less decay of it and less u; of a number or of lanes of them.
+template <class A, class X>
+INLINE X less(X x, X u, const Size<A> &taken, bool decays) {
+  return (decays ? x - x * taken.decay : x) - u;
+}
+
 // Takes step u, and decay of p, off one piece of a row.
 template <class A, class G, class P>
 INLINE void apply_row(const G *g, A root, const A *roots, Index size, A cap, const Size<A> &taken, bool decays, P *p) {
   auto change = [&](Lanes<A> x, Lanes<A> g, Lanes<A> roots) {
-    return (decays ? x - x * taken.decay : x) - g.update(root, roots, cap) * taken.step;
+    return less(x, g.update(root, roots, cap) * taken.step, taken, decays);
   };
   Index i = 0;
   for (; i + 16 <= size; i += 16) {
@@ -1220,7 +1214,7 @@ template <class P, class Update>
 INLINE void apply_rounded(P *p, P *comp, Index size, const uint32_t *draws, const Size<float> &taken, bool decays,
                           const Update &update) {
   using F = Lanes<float>;
-  auto change = [&](F x, F u) { return (decays ? x - x * taken.decay : x) - u; };
+  auto change = [&](F x, F u) { return less(x, u, taken, decays); };
   Index i = 0;
   if (comp) {
     auto write = [&](F x, P *p, P *comp, const uint32_t *draws) {
@@ -1260,7 +1254,13 @@ void apply_batch(const Batch &batch) {
     const bool decays = batch.decay != 0, rounds = batch.counters && (s.p == BF16 || s.p == F16);
     static const Counter nowhere{0, 0, 1, {1}, {1}};
     Draws draws(rounds ? batch.counters[t] : nowhere, rounds ? uint32_t(batch.template number<A>(STEP, t)) : 0);
-    uint32_t bits[RUN];
+    uint32_t bits[RUN] = {};
+    auto round = [&](auto *p, Index start, Index size, auto &&update) {
+      draws.fill(start, size, bits);
+      using P = std::remove_reference_t<decltype(*p)>;
+      P *comp = tensor.comp ? static_cast<P *>(tensor.comp) + start : nullptr;
+      apply_rounded(p, comp, size, bits, taken, decays, update);
+    };
     auto none = [](auto &&...) {};
     if (s.factored && s.m >= 16 && !batch.momentum)
       return walk<A>(
@@ -1270,18 +1270,15 @@ void apply_batch(const Batch &batch) {
               using T = std::remove_reference_t<decltype(*type)>;
               T *p = static_cast<T *>(tensor.p) + start;
               if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
-                if (rounds) {
-                  draws.fill(start, size, bits);
-                  T *comp = tensor.comp ? static_cast<T *>(tensor.comp) + start : nullptr;
-                  using F = Lanes<float>;
-                  return apply_rounded(p, comp, size, bits, taken, decays, [&](Index i, Index count) {
+                using F = Lanes<float>;
+                if (rounds)
+                  return round(p, start, size, [&](Index i, Index count) {
                     if (count < 16)
                       return F::load(g + i, count).update(root, F::load(roots + i, count), cap) * taken.step;
                     __builtin_prefetch(reinterpret_cast<const char *>(g + i) + AHEAD);
                     __builtin_prefetch(reinterpret_cast<const char *>(p + i) + AHEAD);
                     return F::load(g + i).update(root, F::load(roots + i), cap) * taken.step;
                   });
-                }
               }
               apply_row(g, root, roots, size, cap, taken, decays, p);
             });
@@ -1312,17 +1309,13 @@ void apply_batch(const Batch &batch) {
         using T = std::remove_reference_t<decltype(*type)>;
         T *p = static_cast<T *>(tensor.p) + start;
         if constexpr (sizeof(T) == 2 && sizeof(A) == 4) {
-          if (rounds) {
-            draws.fill(start, size, bits);
-            T *comp = tensor.comp ? static_cast<T *>(tensor.comp) + start : nullptr;
-            return apply_rounded(p, comp, size, bits, taken, decays, [&](Index i, Index count) {
+          if (rounds)
+            return round(p, start, size, [&](Index i, Index count) {
               return count < 16 ? Lanes<float>::load(u + i, count) : Lanes<float>::load(u + i);
             });
-          }
         }
         for (Index i = 0; i < size; ++i) {
-          A x = A(value(p[i]));
-          round_to((decays ? x - x * taken.decay : x) - u[i], p[i]);
+          round_to(less(A(value(p[i])), u[i], taken, decays), p[i]);
         }
       });
     });

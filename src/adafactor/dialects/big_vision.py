@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import checks, layouts
 from ..optimizer import BaseAdafactor
+from ..rounding import Rounding
 from ..rule import Rule
 
 
@@ -69,9 +70,9 @@ class Adafactor(BaseAdafactor):
         factor: str = "largest",
         foreach: bool | None = None,
         fused: bool | None = None,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
         seed: int = 0,
-        skip_nonfinite: bool | str = False,
+        skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
     ) -> None:
         defaults = {
@@ -116,5 +117,5 @@ class Adafactor(BaseAdafactor):
             momentum_dtype=checks.float_dtype("momentum_dtype", group["momentum_dtype"]),
             weight_decay=checks.at_least_zero("weight_decay", group["weight_decay"]),
             decay_by="one" if checks.flag("unscaled_wd", group["unscaled_wd"]) else "lr",
-            **BaseAdafactor.engine(group),
+            **BaseAdafactor.common(group),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import checks, layouts
 from ..optimizer import BaseAdafactor
+from ..rounding import Rounding
 from ..rule import Rule
 from ..shapes import MODES, Factoring
 
@@ -75,9 +76,9 @@ class Adafactor(BaseAdafactor):
         factor: str = "largest",
         foreach: bool | None = None,
         fused: bool | None = None,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
         seed: int = 0,
-        skip_nonfinite: bool | str = False,
+        skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
     ) -> None:
         defaults = {
@@ -137,5 +138,5 @@ class Adafactor(BaseAdafactor):
             momentum_dtype=checks.float_dtype("dtype_momentum", group["dtype_momentum"]),
             weight_decay=0.0 if decay is None else checks.at_least_zero("weight_decay_rate", decay),
             decay_by="one",
-            **BaseAdafactor.engine(group),
+            **BaseAdafactor.common(group),
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import checks, layouts
 from ..optimizer import BaseAdafactor
+from ..rounding import Rounding
 from ..rule import Rule
 
 
@@ -54,14 +55,15 @@ class Adafactor(BaseAdafactor):
             last place (0.2% of a bfloat16 weight). "stochastic" rounds up or down, with the probability that makes the
             mean right, and keeps nothing. "kahan" keeps what rounding takes off, in one more tensor of the parameter's
             size and dtype. Other dtypes are rounded to the nearest.
-        seed: of the draws of "stochastic" and "kahan": the same seed, names (or places) of parameters and gradients
-            give the same bits.
+        seed: of the random bits of "stochastic" and "kahan", which are a hash of it, of the parameter's name or place,
+            of the step and of the element. ``torch.manual_seed`` has no part in them.
         skip_nonfinite: True leaves all parameters and state as they were at a step at which a gradient is not finite,
             in any group that says so; "parameter" those alone whose gradients are not. A gradient is finite where its
             squares, and their sums over rows and over columns, are, in float32. ``skipped_steps`` counts,
             ``nonfinite_parameters()`` names them. False lets inf and nan through.
-        max_row_boost: about the largest rms of u in a row of a factored tensor, at least 1; None is no limit. For
-            embeddings and experts, whose rows take steps several times too large when they wake after idle steps.
+        max_row_boost: about the largest rms of u in a row (along the earlier of the two dims) of a factored tensor, at
+            least 1; None is no limit. For embeddings and experts, whose rows take steps several times too large when
+            they wake after idle steps.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -93,9 +95,9 @@ class Adafactor(BaseAdafactor):
         factor: str = "last",
         min_dim_size_to_factor: int = 0,
         fused: bool | None = None,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
         seed: int = 0,
-        skip_nonfinite: bool | str = False,
+        skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
     ) -> None:
         defaults = {
@@ -134,5 +136,5 @@ class Adafactor(BaseAdafactor):
             weight_decay=weight_decay,
             decay_by="lr",
             maximize=checks.flag("maximize", group["maximize"]),
-            **BaseAdafactor.engine(group),
+            **BaseAdafactor.common(group),
         )

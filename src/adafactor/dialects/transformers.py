@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import checks, layouts
 from ..optimizer import BaseAdafactor
+from ..rounding import Rounding
 from ..rule import Rule
 
 
@@ -82,9 +83,9 @@ class Adafactor(BaseAdafactor):
         min_dim_size_to_factor: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
-        rounding: str = "nearest",
+        rounding: Rounding = "nearest",
         seed: int = 0,
-        skip_nonfinite: bool | str = False,
+        skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
     ) -> None:
         defaults = {
@@ -137,7 +138,7 @@ class Adafactor(BaseAdafactor):
             beta1=checks.momentum("beta1", group["beta1"]),
             weight_decay=checks.at_least_zero("weight_decay", group["weight_decay"]),
             decay_by="alpha",
-            **BaseAdafactor.engine(group),
+            **BaseAdafactor.common(group),
         )
 
 
