@@ -600,7 +600,7 @@ def waking(backend, boost, shape=(50, 16), idle=200, dialect="transformers"):
 @pytest.mark.parametrize("dialect", UNCLIPPED)
 @pytest.mark.parametrize("shape", [(50, 16), (16, 50)])
 def test_a_row_that_wakes_is_held_back(backend, dialect, shape):
-    """Without a limit it takes steps of 1 / sqrt(1 - beta2); the others do not notice. Whichever dim is the larger one."""
+    """Without a limit it takes steps of 1 / sqrt(1 - beta2); whichever dim is the larger one."""
     free, others = waking(backend, None, shape, dialect=dialect)
     limited, still = waking(backend, 2.0, shape, dialect=dialect)
     assert free > 5
