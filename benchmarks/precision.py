@@ -110,7 +110,11 @@ def rows():
 
 def cost():
     """A step's time by rounding and guard, over that of rounding to the nearest without it (medians of rounds)."""
-    for name, shapes in (("one 4096x4096", [(4096, 4096)]), ("GPT-2 small", timing.gpt2())):
+    for name, shapes, how in (
+        ("one 4096x4096", [(4096, 4096)], {}),
+        ("GPT-2 small", timing.gpt2(), {}),
+        ("one 4096x4096, plain PyTorch", [(4096, 4096)], {"fused": False}),
+    ):
         params = timing.parameters(shapes, torch.bfloat16)
         kinds = {timing.OURS: {}}
         kinds |= {rounding: {"rounding": rounding} for rounding in ROUNDINGS[1:]}
@@ -119,7 +123,7 @@ def cost():
             "skip_nonfinite='parameter'": {"skip_nonfinite": "parameter"},
             "max_row_boost": {"max_row_boost": 4.0},
         }
-        steps = {kind: Adafactor(params, lr=1e-4, **options).step for kind, options in kinds.items()}
+        steps = {kind: Adafactor(params, lr=1e-4, **options, **how).step for kind, options in kinds.items()}
         for kind, (seconds, ratio, count) in timing.compare(steps, seconds=40).items():
             yield name, "nearest" if kind == timing.OURS else kind, round(seconds * 1e3, 2), round(ratio, 3), count
 

@@ -52,10 +52,13 @@ def main() -> None:
         print(f"seed {current}: {count} cases so far, all held", file=sys.stderr)
         current += 1
     minutes = round((time.monotonic() - start) / 60, 1)
-    with (RESULTS / f"soak-{hardware()}.csv").open("a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerow(
-            [torch.__version__, "+".join(sorted(BACKENDS)), arguments.seed, minutes, count]
-        )
+    path = RESULTS / f"soak-{hardware()}.csv"
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        if is_new:
+            table.writerow(["torch", "backends", "first seed", "minutes", "cases"])
+        table.writerow([torch.__version__, ", ".join(sorted(BACKENDS)), arguments.seed, minutes, count])
     print(f"{count} cases in {minutes} minutes, all held")
 
 

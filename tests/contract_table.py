@@ -266,6 +266,19 @@ def _refused() -> Iterable[Refused]:
             (1e-3, "0.001"),
         ):
             yield Refused(dialect, "eps", value, shown)
+        for name, value in (
+            ("rounding", "up"),
+            ("rounding", None),
+            ("skip_nonfinite", "step"),
+            ("skip_nonfinite", None),
+            ("max_row_boost", 0.5),
+            ("max_row_boost", nan),
+            ("max_row_boost", "2"),
+        ):
+            yield Refused(dialect, name, value, repr(value), places=(*ASKED, STEP))
+        yield Refused(dialect, "skip_nonfinite", torch.tensor(True), "tensor(True)", places=(*ASKED, STEP))
+        for value in (-1, 0.5, "x", True):
+            yield Refused(dialect, "seed", value, repr(value))
         yield Refused(dialect, "foreach", "x", "'x'", places=(*ASKED, STEP))
         yield Refused(dialect, "fused", "x", "'x'", places=(*ASKED, STEP))
         yield Refused(dialect, "fused", True, "not both", {"foreach": True}, (*ASKED, STEP))

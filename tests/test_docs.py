@@ -16,12 +16,23 @@ def test_the_readmes_python_runs(block):
     exec(compile(block, "README.md", "exec"), {})
 
 
-def test_the_table_of_arguments_is_what_the_code_does():
-    """A table that says another thing than the code is worse than none: run docs/generate.py."""
+def generator():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    assert (ROOT / "docs" / "arguments.md").read_text() == generate.page()
+    return generate
+
+
+def test_the_table_of_arguments_is_what_the_code_does():
+    """A table that says another thing than the code is worse than none: run docs/generate.py."""
+    assert (ROOT / "docs" / "arguments.md").read_text() == generator().page()
+
+
+def test_the_tables_of_results_are_those_of_the_benchmarks():
+    """Figures that no script has measured, or another one than said: run docs/generate.py."""
+    text = (ROOT / "docs" / "precision.md").read_text()
+    assert text == generator().with_results(text)
+    assert text.count(".csv -->\n| ") == 6
 
 
 def test_there_is_python_in_the_readme():

@@ -40,12 +40,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         self._program: batching.Program | None = None
         # Whether the gradients of the last step were not finite, slice by slice, where it looked.
         self._bad: dict[Tensor, Tensor] = {}
-        self.skipped_steps = _zero()
-        """Steps since construction at which a gradient that was not finite left something as it was.
-
-        A 0-d tensor, from the first such look on beside the parameters: ask the optimizer for it each time. Copied with
-        the optimizer, and no part of its state dict.
-        """
+        self._skipped = _zero()
         # Every group may give its own lr; all other defaults have to be good even if no group ends up with them.
         self._check_group({**defaults, "lr": 0.0 if defaults["lr"] is None else defaults["lr"]})
         super().__init__(params, defaults)
@@ -74,14 +69,14 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has to save and show what the original does.
-        own = {"_rms": self._rms, "_warned_lr": self._warned_lr, "skipped_steps": self.skipped_steps}
+        own = {"_rms": self._rms, "_warned_lr": self._warned_lr, "_skipped": self._skipped}
         return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "skipped_steps"):
+        if not hasattr(self, "_skipped"):
             # Pickled by a version that had none.
-            self.skipped_steps = _zero()
+            self._skipped = _zero()
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
         self._program = None
@@ -248,7 +243,7 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     @torch.inference_mode(False)
     def _count_skipped(self, stayed: Tensor) -> None:
-        self.skipped_steps = self.skipped_steps.to(stayed.device, non_blocking=True).add_(stayed)
+        self._skipped = self._skipped.to(stayed.device, non_blocking=True).add_(stayed)
 
     def _scaling(self) -> batching.Scaling:
         """What a GradScaler has set for this step."""
@@ -256,6 +251,15 @@ class BaseAdafactor(torch.optim.Optimizer):
         # Rounded as torch's unscale_ rounds it.
         unscale = None if scale is None else scale.double().reciprocal().float()
         return batching.Scaling(unscale, inf if isinstance(inf, Tensor) else None)
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps left something as it was, since a gradient was not finite: 0-d, int64, where they looked.
+
+        Since the optimizer was made, or copied from: it is no part of the state dict. A copy, which waits for nobody
+        until it is read.
+        """
+        return self._skipped.clone()
 
     def nonfinite_parameters(self) -> list[str]:
         """The parameters whose gradients are not finite, by name, or as "parameter 0 of group 0" without names.

@@ -2,6 +2,9 @@
 
 Every preset takes the parameters, an lr, and any argument of its dialect to change. "An AdamW lr" is one that works for
 the same model and data with AdamW.
+
+All have rounding="stochastic": in bfloat16 a step below half a unit in the last place (0.2% of the weight) is lost by
+rounding to the nearest, and at most of these lrs most are. It keeps nothing, and in float32 it does nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .dialects import big_vision, transformers
+
+ROUNDING: dict[str, Any] = {"rounding": "stochastic"}
 
 
 def t5_fine_tuning(params: ParamsT, lr: float | Tensor = 1e-3, **changes: Any) -> transformers.Adafactor:
@@ -27,7 +32,7 @@ def t5_fine_tuning(params: ParamsT, lr: float | Tensor = 1e-3, **changes: Any) -
 
     Source: Raffel et al. 2020 (arXiv:1910.10683), section 3.1.2; T5X's fine-tuning configuration.
     """
-    settings = {"scale_parameter": True, "relative_step": False, "clip_threshold": 1.0}
+    settings = {"scale_parameter": True, "relative_step": False, "clip_threshold": 1.0, **ROUNDING}
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
@@ -38,15 +43,18 @@ def llm_fine_tuning(params: ParamsT, lr: float | Tensor = 1e-5, **changes: Any) 
     - beta1=None: momentum would be the size of the model, in float32.
     - clip_threshold=1.0: takes the place of clipping by the global norm, and needs no second look at the gradients.
     - weight_decay=0.0: fine-tuning is short.
-    - rounding="stochastic": in bfloat16 a step below half a unit in the last place (0.2% of the weight) is lost by
-      rounding to the nearest, and at such an lr that is most of them. It keeps nothing.
 
     From AdamW: take its lr. u has an rms of at most 1, like Adam's update early in training.
 
     Source: what Hugging Face's Trainer builds for ``optim="adafactor"``; the rounding is this library's.
     """
-    settings: dict[str, Any] = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0}
-    settings |= {"weight_decay": 0.0, "rounding": "stochastic"}
+    settings = {
+        "scale_parameter": False,
+        "relative_step": False,
+        "clip_threshold": 1.0,
+        "weight_decay": 0.0,
+        **ROUNDING,
+    }
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
@@ -57,15 +65,14 @@ def diffusion_unet(params: ParamsT, lr: float | Tensor = 1e-5, **changes: Any) -
       1x1 convolution twice its size; split between output channels and the rest, less than 1% from 192 channels up.
     - scale_parameter=False, relative_step=False: such models start layers at zero (the last of every block), which a
       step relative to the parameter's size hardly moves.
-    - beta1=None, clip_threshold=1.0, rounding="stochastic": as in ``llm_fine_tuning``.
+    - beta1=None, clip_threshold=1.0: as in ``llm_fine_tuning``.
 
     From AdamW: take its lr.
 
     Source: the settings that trainers for Stable Diffusion recommend (kohya-ss/sd-scripts, OneTrainer); factor="matrix"
     and the rounding are this library's.
     """
-    settings: dict[str, Any] = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0}
-    settings |= {"factor": "matrix", "rounding": "stochastic"}
+    settings = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0, "factor": "matrix", **ROUNDING}
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
@@ -82,7 +89,7 @@ def vit_from_scratch(params: ParamsT, lr: float | Tensor = 1e-3, **changes: Any)
 
     Source: Zhai et al. 2022 (arXiv:2106.04560), on memory-efficient optimizers; big_vision's ViT configurations.
     """
-    settings = {"momentum": 0.9, "beta2_cap": 0.999, "weight_decay": 0.1, "min_dim_size_to_factor": 32}
+    settings = {"momentum": 0.9, "beta2_cap": 0.999, "weight_decay": 0.1, "min_dim_size_to_factor": 32, **ROUNDING}
     return big_vision.Adafactor(params, lr=lr, **{**settings, **changes})
 
 
@@ -98,5 +105,5 @@ def lora(params: ParamsT, lr: float | Tensor = 2e-4, **changes: Any) -> transfor
 
     Source: Hu et al. 2021 (arXiv:2106.09685) for the adapters; OneTrainer's issue 455 for what the scale does to them.
     """
-    settings = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0}
+    settings = {"scale_parameter": False, "relative_step": False, "clip_threshold": 1.0, **ROUNDING}
     return transformers.Adafactor(params, lr=lr, **{**settings, **changes})

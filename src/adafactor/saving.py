@@ -32,6 +32,8 @@ ENGINE_ARGUMENTS = (
 
 The seed is: a run that goes on from a file goes on with its draws.
 """
+NUMERICS = {"rounding": "nearest", "skip_nonfinite": False, "max_row_boost": None}
+"""Those of them that change what a step computes, with what they are by default."""
 
 
 class Loaded(NamedTuple):
@@ -115,15 +117,15 @@ def to_load(
             if found != layout and rule.beta1 is None:
                 # Of no use here, and as large as the parameter.
                 read.pop(layout.momentum, None)
-            if layouts.COMPENSATION in read and rule.rounding != "kahan":
+            if layouts.COMPENSATION in read.keys() - state.tensors(plan, rule, layout, p.dtype):
                 dropped.append(label)
             states[p] = state.copy_for(p, read, plan, rule, layout)
             if isinstance(entry.get("RMS"), (Real, Tensor)):
                 rms[p] = float(entry["RMS"])
     if dropped:
+        others = " and others" if dropped[1:] else ""
         checks.warn(
-            f"the compensation of {dropped[0]}{' and others' if dropped[1:] else ''} is dropped, since the group's "
-            "rounding is not 'kahan'"
+            f"the compensation of {dropped[0]}{others} is dropped: its rounding is not 'kahan', or its dtype needs none"
         )
     return Loaded(merged, states, rms)
 
@@ -142,7 +144,15 @@ def _merge(saved: Sequence[Group], groups: Sequence[Group], found: Layout, own: 
         )
     merged = []
     for group, theirs in zip(groups, saved, strict=True):
-        taken = theirs if found == own else {key: theirs[key] for key in ("param_names",) if key in theirs}
+        taken = theirs if found == own else {key: theirs[key] for key in ("param_names", "seed") if key in theirs}
+        lost = [
+            f"{name}={theirs[name]!r}"
+            for name, default in NUMERICS.items()
+            # Of a compensation that is lost, its own warning speaks.
+            if group.get(name, default) == default and theirs.get(name, default) not in (default, "kahan")
+        ]
+        if lost:
+            checks.warn(f"the state was made with {', '.join(lost)}, which a load does not take over: ask for it again")
         kept = {name: group[name] for name in ("params", *ENGINE_ARGUMENTS) if name in group}
         merged.append({**group, **deepcopy({k: v for k, v in taken.items() if k not in kept}), **kept})
     return merged
