@@ -159,8 +159,8 @@ class Program:
             for name, factored in ((layout.row, True), (layout.col, True), (layout.full, False))
         ]
         self._names.append([layout.momentum if settings[i].form.momentum is not None else None for i in owners])
-        low = [is_drawn(p, settings[i].form) for i, p in zip(owners, found.params, strict=True)]
-        kahan = [each and settings[i].form.rounding == "kahan" for i, each in zip(owners, low, strict=True)]
+        forms = [settings[i].form for i in owners]
+        kahan = [form.rounding == "kahan" and is_drawn(p, form) for p, form in zip(found.params, forms, strict=True)]
         self._names.append([COMPENSATION if each else None for each in kahan])
         self._counters = counters(found, plans, settings)
         columns, steps = self.gather(found)
