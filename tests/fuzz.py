@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import helpers
 import torch
 from contract_table import picture
 from hypothesis import strategies as st
@@ -17,13 +18,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from adafactor import Adafactor
-from adafactor.backends import kernel
 from adafactor.dialects import big_vision, optax, paper, timm
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
 
-BACKENDS = {"kernel": {"fused": None}, "foreach": {"foreach": True}, "plain": {"fused": False}}
-if kernel.missing():
-    BACKENDS.pop("kernel")
+# fused=None: not every order in memory suits the kernel.
+BACKENDS: dict[str, Any] = {
+    name: how if name != "kernel" else {"fused": None} for name, how in helpers.BACKENDS.items()
+}
 MANUAL = {"lr": 0.01, "relative_step": False}
 RULES: list[tuple[Any, dict[str, Any]]] = [
     (Adafactor, {"lr": 0.02}),

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from adafactor.backends import kernel
+
 DATA = Path(__file__).parent / "data"
+
+# In CI a kernel that does not build is a failure.
+NO_KERNEL = kernel.missing() is not None and not os.environ.get("CI")
+needs_kernel = pytest.mark.skipif(NO_KERNEL, reason=f"no kernel: {kernel.missing()}")
+
+BACKENDS: dict[str, dict[str, bool]] = {
+    **({} if NO_KERNEL else {"kernel": {"fused": True}}),
+    "plain": {"fused": False},
+    "foreach": {"foreach": True},
+}
+"""The arguments that ask for each backend."""
 
 
 def parameters(values: Iterable[Tensor], dtype: torch.dtype | None = None) -> list[Parameter]:

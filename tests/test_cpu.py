@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import parameters, random_steps
+from helpers import needs_kernel, parameters, random_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
@@ -24,9 +24,7 @@ from adafactor.backends import cpu, kernel, why
 from adafactor.dialects import big_vision, optax
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
 
-# In CI a kernel that does not build is a failure.
-NONE = kernel.missing() is not None and not os.environ.get("CI")
-pytestmark = pytest.mark.skipif(NONE, reason=f"no kernel: {kernel.missing()}")
+pytestmark = needs_kernel
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = [*itertools.product(FLOATS, FLOATS), (torch.float64, torch.float64), (torch.float64, torch.float32)]

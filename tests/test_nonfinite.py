@@ -6,17 +6,13 @@ import math
 import pytest
 import torch
 from contract_table import bits, picture, same
-from helpers import parameters, random_steps
+from helpers import BACKENDS, NO_KERNEL, needs_kernel, parameters, random_steps
 from torch.nn import Parameter
 
 from adafactor import Adafactor
-from adafactor.backends import kernel
 from adafactor.dialects import big_vision, optax, paper, timm
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
 
-BACKENDS = {"kernel": {"fused": True}, "plain": {"fused": False}, "foreach": {"foreach": True}}
-if kernel.missing():
-    BACKENDS.pop("kernel")
 INF, NAN = math.inf, math.nan
 SHAPES = [(6, 5), (9,), (3, 4, 7), (), (40, 3), (20, 17)]
 CASES = {
@@ -273,7 +269,6 @@ def test_a_closures_loss_is_returned():
 @pytest.mark.parametrize("how", [True, "parameter"])
 def test_no_host_reads(how):
     """On an accelerator every read would wait. Tensors on the meta device have no values to read."""
-    params = [Parameter(torch.ones(shape, device="meta")) for shape in SHAPES]
     for kind in ("nearest", "stochastic", "kahan"):
         params = [Parameter(torch.ones(shape, device="meta", dtype=torch.bfloat16)) for shape in SHAPES]
         for cls, options in CASES.values():
@@ -488,7 +483,7 @@ def scaler_of(scale, growth=2000):
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth)
 
 
-@pytest.mark.skipif(kernel.missing() is not None, reason=f"no kernel: {kernel.missing()}")
+@needs_kernel
 @pytest.mark.parametrize("skip", [(), (0,), (2, 3)])
 def test_a_grad_scaler_leaves_it_to_the_fused_step(skip):
     """Scaled by powers of 2, what it computes is what an unscaled run computes, to the last bit; steps that are skipped
@@ -506,7 +501,7 @@ def test_a_grad_scaler_leaves_it_to_the_fused_step(skip):
         assert same(list(unscaled.parameters()), list(fused.parameters()))
 
 
-@pytest.mark.skipif(kernel.missing() is not None, reason=f"no kernel: {kernel.missing()}")
+@needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
 def test_a_grad_scaler_over_pure_low_precision(dtype, rounding):
@@ -517,7 +512,7 @@ def test_a_grad_scaler_over_pure_low_precision(dtype, rounding):
     assert not hasattr(optimizer, "found_inf")
 
 
-@pytest.mark.skipif(kernel.missing() is not None, reason=f"no kernel: {kernel.missing()}")
+@needs_kernel
 def test_unscaled_by_the_user_first():
     """The documented order for clipping: the scaler then gives no scale, only whether there was an inf."""
     start, [grads] = random_steps([(6, 5), (9,)], 1)
@@ -571,7 +566,7 @@ def test_amp_only_where_all_groups_ask_for_it():
     """Hosts that clip gradients refuse an optimizer that unscales by itself."""
     p, q = Parameter(torch.ones(3)), Parameter(torch.ones(3))
     assert not Adafactor([p])._step_supports_amp_scaling
-    if not kernel.missing():
+    if not NO_KERNEL:
         assert Adafactor([p], fused=True)._step_supports_amp_scaling
         assert not Adafactor([{"params": [p], "fused": True}, {"params": [q]}])._step_supports_amp_scaling
 
@@ -640,7 +635,7 @@ def test_experts_that_wake_are_held_back(backend):
     assert rms[2.0] == pytest.approx(2.0, rel=0.1)
 
 
-@pytest.mark.skipif(kernel.missing() is not None, reason=f"no kernel: {kernel.missing()}")
+@needs_kernel
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
 @pytest.mark.parametrize("mode", ["last", "largest"])
 def test_rows_are_rows_in_any_order_of_memory(shape, mode):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from contract_table import bits, picture, same
-from helpers import parameters, random_steps
+from helpers import BACKENDS, needs_kernel, parameters, random_steps
 from torch.nn import Parameter
 
 from adafactor import Adafactor, memory, rounding
@@ -16,16 +16,12 @@ from adafactor.dialects import big_vision, optax, paper, timm
 from adafactor.dialects.transformers import Adafactor as TransformersAdafactor
 from adafactor.rounding import counter, key, pieces, random_bits, stochastic
 
-BACKENDS = {"kernel": {"fused": True}, "plain": {"fused": False}, "foreach": {"foreach": True}}
-if kernel.missing():
-    BACKENDS.pop("kernel")
 LOW = [torch.bfloat16, torch.float16]
 PLAIN = {"lr": 1e-4, "relative_step": False, "scale_parameter": False}
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 low = pytest.mark.parametrize("dtype", LOW, ids=str)
 kinds = pytest.mark.parametrize("kind", ["stochastic", "kahan"])
-needs_kernel = pytest.mark.skipif(kernel.missing() is not None, reason=f"no kernel: {kernel.missing()}")
 
 
 # The draws
