@@ -56,6 +56,7 @@ PROBES = {
     "seed": 7,
     "skip_nonfinite": True,
     "max_row_boost": 7.0,
+    "max_grad_norm": 7.0,
 }
 
 

@@ -14,16 +14,17 @@ PACKAGE = Path(adafactor.__file__).parent
 
 # What each module may import of the package: only what stands above it here, or in its own line.
 ORDER = [
-    ["shapes", "checks"],
+    ["shapes", "sharding"],
+    ["checks"],
     ["rule", "rounding"],
     ["sweeps"],
     ["reference"],
     ["backends.kernel", "backends.strides"],
     ["backends.cpu", "backends.foreach"],
     ["backends"],
-    ["layouts"],
+    ["layouts", "exchange"],
     ["state"],
-    ["parts"],
+    ["meeting", "parts"],
     ["batching", "saving"],
     ["optimizer"],
     [

@@ -238,9 +238,12 @@ def test_large_tensors_go_through_the_sweeps_one_by_one(cls, monkeypatch):
     """One wave of everything would need temporaries of the whole model's size."""
     sizes = []
     monkeypatch.setattr(reference, "WAVE", 800)
-    monkeypatch.setattr(
-        sweeps, "rest", lambda batch, backend, rest=sweeps.rest: (sizes.append(len(batch.items)), rest(batch, backend))
-    )
+
+    def second(batch, backend, second=sweeps.second):
+        sizes.append(len(batch.items))
+        return second(batch, backend)
+
+    monkeypatch.setattr(sweeps, "second", second)
     stepped(cls, (5, 5), (5, 5), (40, 5), (5, 5), (60,), fused=False)
     assert sizes[:3] == [2, 1, 2]
 
@@ -251,14 +254,14 @@ def test_one_wave_at_a_time_has_temporaries(cls, skip, monkeypatch):
     """Those of all waves together would be as large as the model."""
     batches = []
 
-    def rest(batch, backend, rest=sweeps.rest):
+    def second(batch, backend, second=sweeps.second):
         for other in batches:
             assert other is batch or not isinstance(other.kept, reference.Kept)
         batches.append(batch)
-        rest(batch, backend)
+        return second(batch, backend)
 
     monkeypatch.setattr(reference, "WAVE", 80)
-    monkeypatch.setattr(sweeps, "rest", rest)
+    monkeypatch.setattr(sweeps, "second", second)
     stepped(cls, (5, 5), (5, 5), (40, 5), (5, 5), fused=False, skip_nonfinite=skip)
     assert len(batches) >= 4
 

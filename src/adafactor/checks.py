@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import sharding
+
 # A schedule that ends at 0 may land on a negative rounding error (LinearLR to 0 does): it means 0.
 _ROUNDING_OF_ZERO = 1e-12
 
@@ -60,7 +62,7 @@ def decay_exponent(name: str, value: Any) -> float:
 
 
 def threshold(name: str, value: Any) -> float | None:
-    """A number > 0, or None for no clipping."""
+    """A number > 0, inf among them, or None for no clipping."""
     if value is not None and not (is_number(value) and value > 0):
         raise ValueError(f"{name} should be > 0 or None, got {value!r}")
     return None if value is None else float(value)
@@ -159,11 +161,9 @@ def label(group: Mapping[str, Any], index: int, position: int) -> str:
 
 
 def parameter(p: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
-    """Refuse a parameter that Adafactor is not defined for, or not yet: anything but a dense tensor of real floats."""
+    """Refuse a parameter that Adafactor is not defined for: anything but a dense tensor of real floats, all of it or
+    known parts of it."""
     rounding = group.get("rounding", "nearest")
-    is_known = rounding == "nearest" or p.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    if p.is_floating_point() and p.layout is torch.strided and not hasattr(p, "device_mesh") and is_known:
-        return
     where = label(group, index, position)
     if p.is_complex():
         raise ValueError(f"{where} should be real, got {p.dtype}: optimize torch.view_as_real of it instead")
@@ -171,20 +171,33 @@ def parameter(p: Tensor, group: Mapping[str, Any], index: int, position: int) ->
         raise ValueError(f"{where} should have a floating-point dtype, got {p.dtype}: leave it out")
     if p.layout is not torch.strided:
         raise ValueError(f"{where} should be a dense tensor, got layout {p.layout}: optimize its values instead")
-    if not is_known:
+    if rounding != "nearest" and p.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"{where} should have a dtype that rounding={rounding!r} knows, got {p.dtype}: use 'nearest'")
-    raise ValueError(f"{where} should be a plain tensor, got a sharded {type(p).__name__}, which is not supported yet")
+    if hasattr(p, "_fsdp_flattened"):
+        raise ValueError(
+            f"{where} should have rows and columns, got a flat piece of an FSDP1 unit: "
+            "use FSDP2, torch.distributed.fsdp.fully_shard, instead"
+        )
+    try:
+        sharding.find(p)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
 
 
 def gradient(p: Tensor, g: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
-    """Refuse a gradient that is not a dense tensor beside its parameter, of its shape.
+    """Refuse a gradient that is not a dense tensor beside its parameter, of its shape, placed as it is.
 
     Sparse ones would save nothing: the statistics of all rows decay at every step.
     """
-    if g.shape != p.shape or g.device != p.device or hasattr(g, "device_mesh"):
+    if g.shape != p.shape or g.device != p.device:
         raise ValueError(
             f"the gradient of {label(group, index, position)} should have its shape {tuple(p.shape)} and its device "
             f"{p.device}, got {type(g).__name__} of shape {tuple(g.shape)} on {g.device}"
+        )
+    if not sharding.is_placed_alike(g, p):
+        raise ValueError(
+            f"the gradient of {label(group, index, position)} should be placed as it is, {sharding.placement(p)}, got "
+            f"{sharding.placement(g)}: set p.grad = p.grad.redistribute(p.device_mesh, p.placements) before the step"
         )
     if g.is_complex():
         raise ValueError(f"the gradient of {label(group, index, position)} should be real, got {g.dtype}")

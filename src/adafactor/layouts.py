@@ -48,17 +48,20 @@ class Layout:
         """The names of R, C, V and m."""
         return self.row, self.col, self.full, self.momentum
 
+    def dims(self, plan: Plan) -> dict[str, tuple[int | None, ...]]:
+        """The dims of the statistics of a plan: for each, the dim of the parameter that it is, or None, of size 1."""
+        every = range(len(plan.shape))
+        if not plan.factored:
+            return {self.full: tuple(every)}
+        averaged = {self.row: plan.cols, self.col: plan.rows}
+        if self.keepdim:
+            return {name: tuple(None if i in dims else i for i in every) for name, dims in averaged.items()}
+        return {name: tuple(i for i in every if i not in dims) for name, dims in averaged.items()}
+
     def shapes(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """The shapes of the statistics of a plan."""
-        if not plan.factored:
-            return {self.full: plan.shape}
-        if self.keepdim:
-            return {self.row: plan.row_shape, self.col: plan.col_shape}
         size = plan.shape
-        return {
-            self.row: tuple(size[i] for i in range(len(size)) if i not in plan.cols),
-            self.col: tuple(size[i] for i in range(len(size)) if i not in plan.rows),
-        }
+        return {name: tuple(1 if i is None else size[i] for i in dims) for name, dims in self.dims(plan).items()}
 
     def factoring_of(self, group: Mapping[str, Any]) -> Factoring:
         """What a saved group's parameters were factored over."""
@@ -159,7 +162,8 @@ def read(found: Layout, own: Layout, entry: Any, plan: Plan, label: str) -> dict
             real = isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
             if not real or tuple(value.shape) != shape:
                 raise ValueError(f"{key} of {label} should be a dense real tensor of shape {shape}, got {_told(value)}")
-            state[names[key]] = value.reshape(wanted.get(names[key], plan.shape))
+            shape = wanted.get(names[key], plan.shape)
+            state[names[key]] = value if value.shape == shape else value.reshape(shape)
         # What a user put there stays there; RMS is derived.
         elif key not in ("step", "RMS"):
             state[key] = value

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from . import backends, batching, checks, saving, state
+from . import backends, batching, checks, saving, sharding, state
 from .layouts import Layout
+from .meeting import Meeting
 from .parts import Measured
 from .reference import is_finite, norm
 from .rounding import ROUNDINGS
 from .rule import Rule
 from .shapes import MODES, Factoring, Plan
-from .sweeps import Item
+from .sweeps import Columns
+
+
+class Ready(NamedTuple):
+    """What a step is taken of: the rules and settings of all groups, and all tensors in the program's columns."""
+
+    rules: list[Rule]
+    settings: list[batching.Setting]
+    found: batching.Found
+    program: batching.Program
+    columns: tuple[Columns, list[Tensor]]
 
 
 class BaseAdafactor(torch.optim.Optimizer):
@@ -36,8 +47,12 @@ class BaseAdafactor(torch.optim.Optimizer):
         self._shown: dict[int, float] = {}
         # What a group's state was factored by, by the group's id: equal sizes hide a change from the state's shapes.
         self._factored: dict[int, Factoring] = {}
-        self._warned_lr = False
+        self._warned_lr = self._warned_gradient = False
         self._program: batching.Program | None = None
+        self._meeting = Meeting()
+        self._norm: Tensor | None = None
+        # The shapes of a group's parameters as they were added, by the group's id.
+        self._shapes: dict[int, list[tuple[int, ...] | None]] = {}
         # Whether the gradients of the last step were not finite, slice by slice, where it looked.
         self._bad: dict[Tensor, Tensor] = {}
         self._skipped = _zero()
@@ -56,6 +71,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         return {
             "rounding": checks.choice("rounding", group.get("rounding", "nearest"), ROUNDINGS),
             "max_row_boost": checks.boost("max_row_boost", group.get("max_row_boost")),
+            "max_grad_norm": checks.threshold("max_grad_norm", group.get("max_grad_norm")),
             "skip": checks.skip("skip_nonfinite", group.get("skip_nonfinite", False)),
         }
 
@@ -79,8 +95,13 @@ class BaseAdafactor(torch.optim.Optimizer):
             self._skipped = _zero()
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
+        self._shapes = {}
         self._program = None
         self._bad = {}
+        if not hasattr(self, "_meeting"):
+            self._meeting = Meeting()
+            self._norm = None
+            self._warned_gradient = False
 
     # Groups
 
@@ -113,6 +134,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         self.param_groups[index] = param_group
         # Under an id that may have been another group's.
         self._factored[id(param_group)] = self.factoring(param_group)
+        self._shapes[id(param_group)] = [None if is_lazy(p) else tuple(p.shape) for p in group["params"]]
         self._show_lr(param_group, rule)
         self._make_state(param_group)
 
@@ -181,38 +203,19 @@ class BaseAdafactor(torch.optim.Optimizer):
 
         Raises:
             ValueError: a group's option is out of range, a parameter has changed its shape, or a gradient has another.
-            RuntimeError: a gradient is sparse, a CUDA graph is being captured, or a tensor does not suit fused=True. A
-                refused step touches nothing.
+            RuntimeError: a gradient is sparse, a CUDA graph is being captured, a tensor does not suit fused=True, or
+                another process has refused the step. A refused step touches nothing, on any process.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
 
-        rules = [self._check_group(group) for group in self.param_groups]
-        settings = [
-            batching.Setting(
-                backends.choose(group), self.factoring(group), rule.form, rule.momentum_dtype, group.get("seed", 0)
-            )
-            for group, rule in zip(self.param_groups, rules, strict=True)
-        ]
-        found = batching.find(self.param_groups, self.state)
-        program = self._program
-        columns = None if program is None else program.columns(found, settings)
-        if program is None or columns is None:
-            self._program = None
-            # Everything that may be refused is looked at before anything is written.
-            unready = self._check(rules, settings)
-            _refuse_capture({p.device for p in found.params})
-            for p, plan, rule in unready:
-                state.ensure(self.state[p], p, plan, rule, self.layout)
-            found = batching.find(self.param_groups, self.state)
-            program = batching.Program(found, self.param_groups, settings, self.layout)
-            columns = program.gather(found)
-        else:
-            _refuse_capture(program.devices)
+        rules, settings, found, program, columns = self._agree()
         self._warn_of_lr(rules)
-        stayed = program.step(columns, rules, self._scaling())
+        if not found.params:
+            self._warn_of_no_gradient()
+        stayed, self._norm = program.step(columns, found.absent, rules, self._scaling())
         if stayed is not None and not stayed.is_meta:
             self._count_skipped(stayed)
 
@@ -233,6 +236,45 @@ class BaseAdafactor(torch.optim.Optimizer):
         self._forget_swapped()
         return loss
 
+    def _agree(self) -> Ready:
+        """What the step is for, once nobody refuses it: looked at in whole before anything is written.
+
+        Where this process refuses it, those that share its parameters are told, so that they do not wait for it.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        try:
+            rules = [self._check_group(group) for group in self.param_groups]
+            self._check_norms(rules)
+            settings = [
+                batching.Setting(
+                    backends.choose(group), self.factoring(group), rule.form, rule.momentum_dtype, group.get("seed", 0)
+                )
+                for group, rule in zip(self.param_groups, rules, strict=True)
+            ]
+            found = batching.find(self.param_groups, self.state)
+            program = self._program
+            columns = None if program is None else program.columns(found, settings)
+            if program is not None and columns is not None:
+                _refuse_capture(program.devices)
+                return Ready(rules, settings, found, program, columns)
+            self._program = None
+            self._propose(params, settings)
+            unready = self._check(rules, settings)
+            _refuse_capture({p.device for p in found.params})
+            for p, plan, rule in unready:
+                state.ensure(self.state[p], p, plan, rule, self.layout)
+        except Exception:
+            self._meeting.withdraw(params)
+            raise
+        exchanges = self._meeting.agree()
+        try:
+            found = batching.find(self.param_groups, self.state)
+            program = batching.Program(found, self.param_groups, settings, self.layout, exchanges)
+            return Ready(rules, settings, found, program, program.gather(found))
+        except Exception:
+            self._meeting.withdraw(params)
+            raise
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler leaves unscaling and skipping to the step.
@@ -251,6 +293,32 @@ class BaseAdafactor(torch.optim.Optimizer):
         # Rounded as torch's unscale_ rounds it.
         unscale = None if scale is None else scale.double().reciprocal().float()
         return batching.Scaling(unscale, inf if isinstance(inf, Tensor) else None)
+
+    def _check_norms(self, rules: Sequence[Rule]) -> None:
+        largest = {rule.max_grad_norm for rule in rules}
+        if len(largest) > 1:
+            raise ValueError(
+                "max_grad_norm should be the same in all groups, since the norm is of all gradients together, got "
+                f"{', '.join(str(rule.max_grad_norm) for rule in rules)}"
+            )
+
+    def _propose(self, params: Sequence[Tensor], settings: Sequence[batching.Setting]) -> None:
+        """Refuse parameters that no step can be taken for, and propose what to exchange of the others."""
+        found = []
+        for index, (group, setting) in enumerate(zip(self.param_groups, settings, strict=True)):
+            for position, p in enumerate(group["params"]):
+                if batching.takes_part(p):
+                    checks.parameter(p, group, index, position)
+                    found.append((p, index, self._plan(p, group), setting.form))
+        self._meeting.propose(params, found)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients of the last step together, before they were clipped: 0-d, where they are.
+
+        None without max_grad_norm, and before the first step. The same on all processes where parameters are sharded.
+        """
+        return self._norm
 
     @property
     def skipped_steps(self) -> Tensor:
@@ -285,19 +353,21 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def _is_finite(self, p: Tensor, g: Tensor, group: Mapping[str, Any], index: int, position: int) -> bool:
         checks.gradient(p, g, group, index, position)
-        plan = self._plan(p, group)
-        return is_finite(Item(plan, p, g, None, None, None, None, None, None), state.arithmetic(p.dtype))
+        item = batching.item(p, self._plan(p, group), {}, self.rule({**group, "lr": 0.0}).form, self.layout)
+        return is_finite(item, state.arithmetic(p.dtype))
 
     def _check(self, rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> list[tuple[Tensor, Plan, Rule]]:
-        """Refuse what no step can be taken for. Returns the parameters whose state is not ready."""
+        """Refuse gradients and state that no step can be taken for. Returns the parameters whose state is not ready."""
         unready: list[tuple[Tensor, Plan, Rule]] = []
         for index, (group, rule, setting) in enumerate(zip(self.param_groups, rules, settings, strict=True)):
             before = self._factored.get(id(group), setting.factoring)
             for position, p in enumerate(group["params"]):
-                if p.grad is None:
+                if not batching.takes_part(p):
                     continue
-                checks.parameter(p, group, index, position)
-                checks.gradient(p, p.grad, group, index, position)
+                if p.grad is not None:
+                    checks.gradient(p, p.grad, group, index, position)
+                if p not in self.state:
+                    self._check_swapped(p, group, index, position)
                 own, plan = self.state.get(p), self._plan(p, group)
                 if not own or before != setting.factoring or not state.ready(own, p, plan, rule, self.layout):
                     self._check_plan(p, plan, before.plan(plan.shape), group, index, position)
@@ -308,7 +378,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         """What the next step of each parameter takes: see ``backends.why``."""
         taken: list[backends.Taken] = []
         params = [p for group in self.param_groups for p in group["params"]]
-        shared = {id(params[place]) for place in batching.sharing(params)}
+        shared = {id(params[place]) for place in batching.sharing(list(map(sharding.local, params)))}
         for index, group in enumerate(self.param_groups):
             choice, rule = backends.choose(group), self.rule({**group, "lr": 0.0})
             for position, p in enumerate(group["params"]):
@@ -319,6 +389,19 @@ class BaseAdafactor(torch.optim.Optimizer):
                 except backends.Unsupported as error:
                     taken.append(backends.Taken(label, choice.name, str(error)))
         return taken
+
+    def _check_swapped(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
+        """Refuse what is put in a parameter's place and has lost its shape."""
+        known = self._shapes.get(id(group))
+        if known is None or p.dim() != 1:
+            return
+        before = known[position] if position < len(known) else None
+        if before is not None and before != tuple(p.shape):
+            raise ValueError(
+                f"{checks.label(group, index, position)} should have the shape it had when the optimizer was made, "
+                f"{before}, got {tuple(p.shape)}: a flat partition (DeepSpeed's ZeRO) has no rows and columns, "
+                "use FSDP2, torch.distributed.fsdp.fully_shard, instead"
+            )
 
     def _check_plan(
         self, p: Tensor, plan: Plan, before: Plan, group: Mapping[str, Any], index: int, position: int
@@ -348,6 +431,15 @@ class BaseAdafactor(torch.optim.Optimizer):
                 )
                 self._warned_lr = True
 
+    def _warn_of_no_gradient(self) -> None:
+        """Once, where a model may have been sharded after its optimizer was made: it has other parameters then."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and not self._warned_gradient:
+            checks.warn(
+                "no parameter has a gradient, so the step does nothing; where the model was sharded or wrapped after "
+                "this optimizer was made, its parameters are others now: make the optimizer after that"
+            )
+            self._warned_gradient = True
+
     def step_sizes(self) -> list[float | None]:
         """The step size alpha of each group's first parameter that has stepped: rho, times its scale at the last step.
 
@@ -366,11 +458,12 @@ class BaseAdafactor(torch.optim.Optimizer):
         return sizes
 
     def _rms_of(self, p: Tensor) -> float:
-        """rms(p) at the last step; where no step has measured it, of p as it is."""
+        """rms(p) at the last step; without one, of p now: then all that share p have to call it."""
         if p in self._rms:
             known = self._rms[p]
             return known if isinstance(known, float) else known.rms
-        return float(norm(p.detach().to(state.arithmetic(p.dtype)))) / math.sqrt(max(p.numel(), 1))
+        squares = norm(sharding.local(p.detach()).to(state.arithmetic(p.dtype))).square()
+        return math.sqrt(float(sharding.total(squares, p)) / max(p.numel(), 1))
 
     # Saving and loading
 
@@ -392,7 +485,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         Hyper-parameters are taken over from the dialect's own layout; from another's they are not, with a warning,
         since they mean something else there. Keys that the file lacks stay as they are, and so do the arguments that
         say how a step is computed and what is kept for it: factor, min_dim_size_to_factor, factored, batch_dims,
-        foreach, fused, rounding, skip_nonfinite and max_row_boost. The seed is the file's.
+        foreach, fused, rounding, skip_nonfinite, max_row_boost and max_grad_norm. The seed is the file's.
 
         Args:
             state_dict: what a ``state_dict()`` returned.

@@ -1,5 +1,8 @@
 """The step of all tensors of one kind: counted, cut into waves, called off where it is to be, and written.
 
+Whole tensors go through all sweeps wave by wave, unless something has to be known of all of them first. Shards go
+through each sweep together, since their processes tell each other what the sweep has found.
+
 Nothing here holds a tensor of the optimizer's between steps.
 """
 
@@ -8,34 +11,38 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import sweeps
+from . import exchange, sweeps
+from .exchange import Exchange
 from .rounding import put
-from .rule import Form, Rule, numbers
+from .rule import Form, Numbers, Rule, numbers
 from .shapes import Plan
 from .sweeps import Backend, Batch, Columns, Item, broadcasting, stacked, waves
 
 
 class Key(NamedTuple):
-    """What the tensors of one batch have in common."""
+    """What the tensors of one batch have in common. is_shared: whether they are shards."""
 
     backend: Backend
     form: Form
     dtype: torch.dtype
     device: torch.device
+    is_shared: bool
 
 
 class Member(NamedTuple):
-    """A parameter of a part: its place among those found, its group and plan, and the bytes of p and g an element."""
+    """A parameter of a part: its place among those found, its group and plan, the bytes of p and g an element, and of a
+    shard its number in its exchange."""
 
     place: int
     group: int
     plan: Plan
     width: int
+    number: int | None
 
 
 class Measured(NamedTuple):
@@ -50,7 +57,7 @@ class Measured(NamedTuple):
         return math.sqrt(float(self.p2) / float(self.numel))
 
 
-NOTHING = Columns((), (), (), (), (), (), (), (), ())
+NOTHING = Columns(*[()] * len(Columns._fields))
 """What a batch holds between steps."""
 
 
@@ -62,32 +69,53 @@ def moved(mask: Tensor, device: torch.device) -> Tensor:
     return mask if mask.device == device else mask.to(device, non_blocking=device.type != "cpu")
 
 
-def _either(own: Tensor | None, all_stay: Tensor | None, size: int) -> Tensor | None:
-    """A mask of so many: what is marked by its own mask or by the one for all."""
-    if all_stay is None:
-        return own
-    return all_stay.repeat(size) if own is None else own | all_stay
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """What is marked by one of two masks; None is nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other
+
+
+class Spots(NamedTuple):
+    """Where a part's numbers are in the vectors of an exchange, as indices on its device; None is nowhere.
+
+    One of live, bad and g2 for each member, one of p2 and u2 for each of its slices that is here.
+    """
+
+    live: Tensor
+    bad: Tensor | None
+    g2: Tensor | None
+    p2: Tensor | None
+    u2: Tensor
 
 
 class Part:
-    """The parameters of one key: their places among those found, their groups and plans, and what a step needs."""
+    """The parameters of one key: their places among those found, their groups and plans, and what a step needs.
 
-    def __init__(self, key: Key, members: Sequence[Member]) -> None:
+    Args:
+        key: the key.
+        members: the parameters.
+        shared: what they are exchanged in, where they are shards.
+    """
+
+    def __init__(self, key: Key, members: Sequence[Member], shared: Exchange | None) -> None:
         self.key = key
+        self.exchange = shared
         self._places = [member.place for member in members]
         # An empty tensor counts its steps and has nothing to compute.
-        full = [i for i, member in enumerate(members) if member.plan.numel > 0]
+        full = [i for i, member in enumerate(members) if member.plan.whole.numel > 0]
+        blank = [None] * (len(Item._fields) - 1)
+        items = [Item(member.plan, *blank) for member in members]  # type: ignore[arg-type]
+        slices = [[each.plan for each in stacked(item)] if i in set(full) else [] for i, item in enumerate(items)]
+        # Of a stack there may be no slice here.
+        full = [i for i in full if slices[i]]
         self._plans = [members[i].plan for i in full]
         self._full = [members[i].place for i in full]
         self._is_stacked = any(plan.slices for plan in self._plans)
-        blank = [None] * (len(Item._fields) - 1)
-        slices = [[item.plan for item in stacked(Item(plan, *blank))] for plan in self._plans]  # type: ignore[arg-type]
         plans = list(chain.from_iterable(slices))
-        owners = [i for i, some in zip(full, slices, strict=True) for _ in some]
+        owners = [i for i, some in enumerate(slices) for _ in some]
         # How many each member has.
-        self._slices = [0] * len(members)
-        for i, some in zip(full, slices, strict=True):
-            self._slices[i] = len(some)
+        self._slices = list(map(len, slices))
         self._groups = sorted({member.group for member in members})
         self._which = torch.tensor(
             [self._groups.index(members[i].group) for i in owners], dtype=torch.int64, device="cpu"
@@ -97,24 +125,76 @@ class Part:
         self._owners_there = self._owners.to(key.device, non_blocking=True)
         sizes = [members[i].width * plan.numel for i, plan in zip(owners, plans, strict=True)]
         self._starts = [owners.index(i) for i in full]
-        numel = torch.tensor([plan.numel for plan in plans], dtype=key.dtype, device="cpu")
+        numel = torch.tensor([plan.whole.numel for plan in plans], dtype=key.dtype, device="cpu")
         self._numel = numel.to(key.device, non_blocking=True)
-        self._p2 = torch.zeros(len(plans), dtype=key.dtype, device=key.device) if key.form.scale else None
+
+        def vector(wanted: Any, size: int = len(plans), dtype: torch.dtype = key.dtype) -> Tensor | None:
+            return torch.zeros(size, dtype=dtype, device=key.device) if wanted else None
+
+        self._p2, self._g2 = vector(key.form.scale), vector(key.form.clips)
+        self._bad = vector(key.form.skip, dtype=torch.bool)
+        # Of each member; g2 is the sum of |g|^2, spoilt is whether its gradient is not finite.
+        self.g2 = vector(key.form.clips, len(members))
+        self._spoilt = vector(key.form.skip, len(members), torch.bool)
         # Of the last step that was taken.
         self._shown = torch.zeros(len(plans), dtype=key.dtype, device=key.device)
-        self._bad = torch.zeros(len(plans), dtype=torch.bool, device=key.device) if key.form.skip else None
         self._waves = [(wave, self._batch(wave)) for wave in waves(sizes, key.backend.WAVE)]
+        self._spots = None
+        if shared is not None:
+            self._spots = self._find_spots([shared.spots[m.number] for m in members if m.number is not None])
         # Whether all waves take the first sweep before any goes on: those of a stack share a parameter.
-        self._looks_ahead = key.form.skip == "step" or (key.form.skip == "parameter" and self._is_stacked)
+        by_itself = key.form.skip == "parameter"
+        self.looks_ahead = bool(
+            shared is not None or key.form.clips or key.form.skip == "step" or (by_itself and self._is_stacked)
+        )
         self._steps: list[Tensor] = []
         self._t = NO_STEPS
+        self._table: Numbers | None = None
+        # [members] which have no gradient anywhere, and which of all stay as they are, for that or another reason.
+        self._absent: Tensor | None = None
+        self._called_off: Tensor | None = None
+        self._stay: Tensor | None = None
+
+    @property
+    def places(self) -> list[int]:
+        """The places of all members among the parameters found."""
+        return self._places
 
     def _batch(self, wave: slice) -> Batch:
         """A wave of no tensors yet."""
-        p2, bad = (None if each is None else each[wave] for each in (self._p2, self._bad))
-        return Batch(NOTHING, None, self.key.form, self.key.dtype, self._numel[wave], p2, bad)  # type: ignore[arg-type]
+        p2, bad, g2 = (None if each is None else each[wave] for each in (self._p2, self._bad, self._g2))
+        return Batch(
+            NOTHING,
+            None,  # type: ignore[arg-type]
+            self.key.form,
+            self.key.dtype,
+            self._numel[wave],
+            p2,
+            bad,
+            g2,
+            frugal=self.exchange is not None,
+        )
 
-    def begin(self, columns: Columns, steps: Sequence[Tensor], rules: Sequence[Rule], unscale: Tensor | None) -> None:
+    def _find_spots(self, found: Sequence[exchange.Spots]) -> Spots:
+        def index(columns: Sequence[int | None]) -> Tensor:
+            return torch.tensor(columns, dtype=torch.int64, device="cpu").to(self.key.device, non_blocking=True)
+
+        return Spots(
+            index([each.live for each in found]),
+            index([each.bad for each in found]) if self.key.form.skip else None,
+            index([each.g2 for each in found]) if self.key.form.clips else None,
+            index([i for each in found for i in each.p2]) if self.key.form.scale else None,
+            index([i for each in found for i in each.u2]),
+        )
+
+    def begin(
+        self,
+        columns: Columns,
+        steps: Sequence[Tensor],
+        rules: Sequence[Rule],
+        unscale: Tensor | None,
+        absent: Sequence[bool],
+    ) -> None:
         """Get ready for a step. Writes nothing.
 
         Args:
@@ -122,10 +202,15 @@ class Part:
             steps: the step counts of all parameters found.
             rules: of all groups.
             unscale: what gradients are multiplied by first.
+            absent: which of all parameters found have no gradient here; zeros stand in for it.
         """
         dtype, device = self.key.dtype, self.key.device
         self._steps = [steps[i] for i in self._places]
         self._t = self.key.backend.count(self._steps)
+        self._absent = None
+        if any(absent):
+            own = torch.tensor([absent[i] for i in self._places], dtype=torch.bool, device="cpu")
+            self._absent = own.to(device, non_blocking=True)
         if not self._plans:
             return
         columns = Columns(self._plans, *([column[i] for i in self._full] for column in columns[1:]))  # type: ignore[arg-type]
@@ -134,7 +219,7 @@ class Part:
             columns = Columns(*zip(*rows, strict=True))
         some = [rules[i] for i in self._groups]
         t = self._t[self._owners if self._t.device.type == "cpu" else self._owners_there]
-        table = numbers(some, self._which, t, dtype, device, unscale)
+        table = self._table = numbers(some, self._which, t, dtype, device, unscale)
         if len(self._waves) == 1:
             [(_, batch)] = self._waves
             batch.columns, batch.numbers = columns, table
@@ -142,62 +227,120 @@ class Part:
         for wave, batch in self._waves:
             batch.columns, batch.numbers = columns.part(wave), table.part(wave)
 
-    def first(self) -> Tensor:
-        """The first sweep. Returns whether a gradient is not finite, 0-d."""
-        assert self._bad is not None
+    def first(self) -> None:
+        """The first sweep, of all waves."""
         for _, batch in self._waves:
             sweeps.first(batch, self.key.backend)
-        return self._bad.any()
+        if self._spoilt is not None and self._bad is not None:
+            self._spoilt.copy_(self._by_member(self._bad))
+        if self.g2 is not None and self._g2 is not None:
+            self.g2.copy_(self._by_member(self._g2))
 
-    def rest(self, all_stay: Tensor | None) -> Tensor | None:
-        """The rest of the step, with the first sweep where it is still to come: wave by wave.
+    def spoilt(self) -> Tensor:
+        """Whether a gradient is not finite, 0-d, once the first sweep is through."""
+        assert self._spoilt is not None
+        return self._spoilt.any()
+
+    def tell(self, values: Tensor) -> None:
+        """Write what the first sweep has found to the vector of an exchange."""
+        spots = self._spots
+        assert spots is not None
+        live = torch.ones_like(spots.live) if self._absent is None else ~self._absent
+        own = ((spots.live, live), (spots.bad, self._spoilt), (spots.g2, self.g2), (spots.p2, self._p2))
+        for at, found in own:
+            if at is not None and found is not None:
+                values[at] = found.to(values.dtype)
+
+    def hear(self, values: Tensor) -> None:
+        """Take what all processes have found from the vector of an exchange."""
+        spots = self._spots
+        assert spots is not None
+        if self._absent is not None:
+            self._absent = values[spots.live] == 0
+        if spots.bad is not None and self._spoilt is not None:
+            self._spoilt.copy_(values[spots.bad] != 0)
+        for at, found in ((spots.g2, self.g2), (spots.p2, self._p2)):
+            if at is not None and found is not None:
+                found.copy_(values[at])
+
+    def clip(self, factor: Tensor) -> None:
+        """Multiply the gradients by a scalar in the sweeps to come."""
+        if self._table is not None:
+            self._table.clip(factor.to(self.key.device, self.key.dtype, non_blocking=True))
+
+    def decide(self, all_stay: Tensor | None) -> None:
+        """Settle what is to stay as it is, as far as the first sweep is through.
 
         Args:
-            all_stay: 0-d, whether everything is to stay as it is. None is no.
-
-        Returns:
-            Whether something stayed as it was, 0-d; None where nothing could.
+            all_stay: 0-d, whether everything is to stay. None is no.
         """
-        backend, by_itself = self.key.backend, self.key.form.skip == "parameter"
+        own = self._spoilt if self.looks_ahead and self.key.form.skip == "parameter" else None
         all_stay = None if all_stay is None else moved(all_stay, self.key.device)
-        own: Tensor | None = None
-        if by_itself and self._looks_ahead:
-            self.first()
-            own = self._spoilt()[self._owners_there]
+        self._called_off = _either(own, None if all_stay is None else all_stay.repeat(len(self._places)))
+        self._stay = _either(self._absent, self._called_off)
+        if self.looks_ahead and self._stay is not None:
+            hold = self._stay[self._owners_there]
+            for wave, batch in self._waves:
+                batch.hold = hold[wave]
+
+    def second(self) -> None:
+        """The second sweep, of all waves; what it has found goes to the vector of the exchange."""
+        assert self.exchange is not None
+        assert self._spots is not None
+        found = [sweeps.second(batch, self.key.backend) for _, batch in self._waves]
+        if found:
+            self.exchange.second.values[self._spots.u2] = torch.cat(found)
+
+    def third(self) -> None:
+        """The third sweep, of all waves."""
+        assert self.exchange is not None
+        assert self._spots is not None
+        u2 = self.exchange.second.values[self._spots.u2]
         for wave, batch in self._waves:
-            if not self._looks_ahead:
+            sweeps.third(batch, self.key.backend, u2[wave])
+
+    def rest(self) -> None:
+        """The rest of the step, with the first sweep where it is still to come: wave by wave."""
+        backend, by_itself = self.key.backend, self.key.form.skip == "parameter"
+        all_stay = None if self._stay is None else self._stay[self._owners_there]
+        for wave, batch in self._waves:
+            if not self.looks_ahead:
                 sweeps.first(batch, backend)
-            mask = batch.bad if own is None else own[wave]
-            batch.hold = _either(mask if by_itself else None, all_stay, len(batch.columns.p))
-            sweeps.rest(batch, backend)
-            # Plain PyTorch's u, which is as large as the wave.
-            batch.kept = None
-        stay = _either(self._spoilt() if by_itself else None, all_stay, len(self._places))
+                batch.hold = _either(batch.bad if by_itself else None, None if all_stay is None else all_stay[wave])
+            sweeps.third(batch, backend, sweeps.second(batch, backend))
+        if by_itself and not self.looks_ahead and self._bad is not None and self._spoilt is not None:
+            self._spoilt.copy_(self._by_member(self._bad))
+            self._stay = self._called_off = _either(self._spoilt, self._stay)
+
+    def keep(self) -> Tensor | None:
+        """Count the step. Returns whether something was called off, 0-d; None where nothing could be."""
+        stay = self._stay
         if self._p2 is not None:
             put(self._shown, self._p2, None if stay is None else stay[self._owners_there])
         t = self._t
         if stay is not None:
             t = torch.where(moved(stay, t.device), torch.stack(self._steps), t)
-        backend.keep(self._steps, t)
-        return None if stay is None else stay.any()
+        self.key.backend.keep(self._steps, t)
+        return None if self._called_off is None else self._called_off.any()
 
     def end(self) -> None:
         """Let go of all tensors of the step."""
-        self._steps, self._t = [], NO_STEPS
+        self._steps, self._t, self._table = [], NO_STEPS, None
+        self._absent = self._stay = self._called_off = None
         for _, batch in self._waves:
             batch.columns, batch.numbers, batch.hold, batch.kept = NOTHING, None, None, None  # type: ignore[assignment]
 
-    def _spoilt(self) -> Tensor:
-        """[members] whether the gradient of each is not finite."""
-        assert self._bad is not None
+    def _by_member(self, values: Tensor) -> Tensor:
+        """[members] sums of what is known of the slices of each; of marks, whether there is any."""
         if self._slices == [1] * len(self._slices):
-            return self._bad
-        return torch.stack([bad.any() for _, bad in self.looked_at()])
+            return values
+        is_mark = values.dtype is torch.bool
+        return torch.stack([each.any() if is_mark else each.sum() for each in torch.split(values, self._slices)])
 
     def looked_at(self) -> Iterator[tuple[int, Tensor]]:
-        """The place of each parameter, and whether the gradients of its slices are not finite, where the form skips."""
-        if self._bad is not None:
-            yield from zip(self._places, torch.split(self._bad, self._slices), strict=True)
+        """The place of each parameter, and whether its gradient is not finite, 0-d, where the form skips."""
+        if self._spoilt is not None:
+            yield from zip(self._places, self._spoilt, strict=True)
 
     def measured(self) -> Iterator[tuple[int, Measured | None]]:
         """The place of each parameter that is not empty, and what is known of it where the form scales.

@@ -47,18 +47,23 @@ def keep(steps: Sequence[Tensor], t: Tensor) -> None:
 
 
 def observe(batch: Batch) -> list[tuple[Tensor, Tensor] | None]:
-    """Row and column sums of |g|^2 in R's and C's shapes; fills in p2 and bad. Writes no state."""
+    """Row and column sums of |g|^2 in R's and C's shapes; fills in p2, bad and g2. Writes no state."""
     if batch.p2 is not None:
         batch.p2.copy_(torch.stack([norm(p.to(batch.dtype)) for p in batch.columns.p]).square_())
     sums: list[tuple[Tensor, Tensor] | None] = []
-    largest = []
+    largest, norms = [], []
     for item, unscale in zip(batch.items, unscales(batch), strict=True):
         g = gradient(item, batch.dtype, unscale)
-        sums.append(factor_sums(item.plan, g))
+        factors = factor_sums(item.plan, g)
         if batch.bad is not None:
-            largest.append(largest_sum(g, sums[-1]))
+            largest.append(largest_sum(g, factors))
+        if batch.g2 is not None:
+            norms.append(norm(g if factors is None else factors[0].sqrt()))
+        sums.append(None if factors is None else _left(item, factors))
     if batch.bad is not None:
         torch.logical_not(torch.stack(largest).isfinite(), out=batch.bad)
+    if batch.g2 is not None:
+        batch.g2.copy_(torch.stack(norms).square_())
     return sums
 
 
@@ -70,18 +75,29 @@ def average(batch: Batch, sums: list[tuple[Tensor, Tensor] | None]) -> None:
     """
     n = batch.numbers
     kept: list[tuple[Tensor, Tensor] | None] = []
-    columns = (scalars(n.b), scalars(n.added), scalars(n.floor), scalars(n.boost), holds(batch))
-    for item, factors, b, added, floor, boost, hold in zip(batch.items, sums, *columns, strict=True):
+    shrinks = scalars(n.shrink) if batch.form.clips else [None] * len(sums)
+    columns = (scalars(n.b), scalars(n.added), scalars(n.floor), scalars(n.boost), shrinks, holds(batch))
+    for item, factors, b, added, floor, boost, shrink, hold in zip(batch.items, sums, *columns, strict=True):
         if factors is None or item.R is None or item.C is None:
             kept.append(None)
             continue
-        plan = item.plan
-        r, c = (total.div_(size) for total, size in zip(factors, (plan.m, plan.n), strict=True))
+        plan, whole = item.plan, item.plan.whole
+        r, c = factors
+        if shrink is not None:
+            r, c = r.mul_(shrink), c.mul_(shrink)
+        r, c = r.div_(whole.m), c.div_(whole.n)
         if batch.form.added:
             r, c = r.add_(added), c.add_(added)
         put(item.R, item.R.lerp(r, b), hold)
         put(item.C, item.C.lerp(c, b), hold)
-        mean = item.C.mean(dim=plan.cols, keepdim=True).clamp_(min=floor)
+        if item.totals is None:
+            mean = item.C.mean(dim=plan.cols, keepdim=True)
+        else:
+            before, now = item.totals / whole.m
+            now = now if shrink is None else now * shrink
+            now = (now / whole.n).add_(added)
+            mean = before.lerp_(now, b).view(plan.mean_shape)
+        mean = mean.clamp_(min=floor)
         R, C = item.R, item.C
         if plan.leads_with_rows:
             R = torch.maximum(R, r.div_(boost).div_(boost))
@@ -95,6 +111,7 @@ def measure(batch: Batch) -> Tensor:
     """[k] sums of u^2. Brings a full V up to date first."""
     n, (kept, u) = batch.numbers, batch.kept
     columns = (scalars(n.b), scalars(n.added), scalars(n.cap), unscales(batch), holds(batch))
+    norms = []
     for item, factors, b, added, cap, unscale, hold in zip(batch.items, kept, *columns, strict=True):
         g = gradient(item, batch.dtype, unscale)
         if item.V is not None:
@@ -102,17 +119,22 @@ def measure(batch: Batch) -> Tensor:
             if batch.form.added:
                 squares.add_(added)
             put(item.V, torch.lerp(item.V, squares, b, out=item.V if hold is None else squares), hold)
-        u.append(inverse_root(item, factors, cap).mul_(g))
-    return torch.stack([norm(each) for each in u]).square_()
+        each = inverse_root(item, factors, cap).mul_(g)
+        norms.append(norm(each))
+        if not batch.frugal:
+            u.append(each)
+    return torch.stack(norms).square_()
 
 
 def apply(batch: Batch, u2: Tensor) -> None:
     """Take step u, or size times the momentum of it, off the parameters, and decay of themselves: see ``sizes``."""
     step, size, decay = sizes(batch, u2)
-    n = batch.numbers
-    columns = (scalars(step), scalars(n.keep1), scalars(n.t), holds(batch), stays(batch))
-    for i, (item, factor, keep1, t, hold, stay) in enumerate(zip(batch.items, *columns, strict=True)):
-        u = batch.kept.u[i].mul_(factor)
+    n, kept = batch.numbers, batch.kept
+    each = (step, n.keep1, n.t, n.cap)
+    columns = (*map(scalars, each), unscales(batch), holds(batch), stays(batch))
+    for i, (item, factor, keep1, t, cap, unscale, hold, stay) in enumerate(zip(batch.items, *columns, strict=True)):
+        u = kept.u[i] if kept.u else inverse_root(item, kept.factors[i], cap).mul_(gradient(item, batch.dtype, unscale))
+        u.mul_(factor)
         if item.m is not None:
             if size is None and n.still is not None:
                 # The average goes on over steps of size 0.
@@ -192,8 +214,20 @@ def factor_sums(plan: Plan, g: Tensor) -> tuple[Tensor, Tensor] | None:
     return squares.sum(dim=plan.cols, keepdim=True), squares.sum(dim=plan.rows, keepdim=True)
 
 
+def _left(item: Item, factors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sums where they are to be left, and the totals filled in."""
+    r, c = factors
+    if item.totals is not None and item.C is not None:
+        torch.stack([item.C.sum(dim=item.plan.cols).flatten(), r.sum(dim=item.plan.rows).flatten()], out=item.totals)
+        if not item.plan.speaks:
+            item.totals[0].zero_()
+    return r if item.r is None else item.r.copy_(r), c if item.c is None else item.c.copy_(c)
+
+
 def largest_sum(g: Tensor, sums: tuple[Tensor, Tensor] | None) -> Tensor:
     """The largest sum of |g|^2 over rows or columns, without factors the largest |g|^2; nan where anything is nan."""
+    if g.numel() == 0:
+        return g.new_zeros(())
     parts = sums or (torch.stack(g.aminmax()).square_(),)
     return torch.stack([part.amax() for part in parts]).amax()
 

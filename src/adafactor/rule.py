@@ -20,6 +20,7 @@ class Rule:
     r"""What a step computes, whatever the dialect. This is the algorithm::
 
         t      <- t + 1
+        g      <- g min(1, max_grad_norm / (|all g| + 1e-6))     with max_grad_norm: the norm of all gradients together
         b      =  max(max(t - offset, 1) ^ tau, 1 - cap)         1 - beta2_t
         rho    =  lr | min(lr, 1/sqrt t) | min(1e-2, 1/sqrt t) | min(1e-6 t, 1/sqrt t)
         alpha  =  rho max(eps2, rms(p))                          rho alone without parameter scale
@@ -62,6 +63,7 @@ class Rule:
         max_row_boost: in V, the statistic of the earlier dim (R, as a rule) is at least this step's mean of |g|^2 + e,
             divided by the square of this: u of a row that had no gradient for long, whose R has decayed, has an rms of
             about this at most. None is no limit.
+        max_grad_norm: the largest norm of all gradients together; None is no limit, inf is none and the norm is known.
         skip: what stays as it was, state and all, where a gradient is not finite: the "step", the "parameter" or
             nothing.
     """
@@ -84,6 +86,7 @@ class Rule:
     momentum_dtype: torch.dtype | None = None
     rounding: Rounding = "nearest"
     max_row_boost: float | None = None
+    max_grad_norm: float | None = None
     skip: Skip | None = None
 
     @property
@@ -97,7 +100,9 @@ class Rule:
         momentum = None if self.beta1 is None else self.momentum
         decay = self.decay_by if self.weight_decay else None
         added = self.eps1_in == "statistics" and self.eps1 != 0
-        return Form(self.rho, self.scale, added, momentum, decay, self.rounding, self.skip)
+        return Form(
+            self.rho, self.scale, added, momentum, decay, self.rounding, self.skip, self.max_grad_norm is not None
+        )
 
     def step_size(self, t: float) -> float:
         """rho at step t, as a float. t below 1 counts as 1, the step to come. Reads lr where it is a tensor."""
@@ -115,6 +120,7 @@ class Form(NamedTuple):
     decay: Literal["lr", "alpha", "one"] | None
     rounding: Rounding
     skip: Skip | None
+    clips: bool
 
 
 class Numbers(NamedTuple):
@@ -124,7 +130,7 @@ class Numbers(NamedTuple):
     more than that of the smallest normal number (a gradient whose square underflows has a u of at most about 1, and one
     of 0 has 0); ``decay`` is lambda, to be multiplied by alpha where the form says so; ``d`` is inf for no clipping;
     ``sign`` is -1 to climb; ``keep1`` is 1 - beta1; ``boost`` is max_row_boost, inf for no limit; ``unscale`` is what
-    gradients are multiplied by first.
+    gradients are multiplied by first; ``shrink`` is what sums of |g|^2 of the first sweep are multiplied by after it.
 
     Attributes:
         table: [rows, k].
@@ -140,13 +146,18 @@ class Numbers(NamedTuple):
         """The numbers of some of the tensors."""
         return Numbers(self.table[:, columns], None if self.still is None else self.still[columns], self.scaled)
 
+    def clip(self, factor: Tensor) -> None:
+        """Multiply gradients by a scalar from now on, and the sums of their squares that have been taken."""
+        self.table[_UNSCALE] *= factor
+        self.table[_SHRINK] = factor.square()
+
     def __getattr__(self, name: str) -> Tensor:
         if name in ROWS:
             return self.table[ROWS.index(name)]
         raise AttributeError(name)
 
 
-ROWS = ("b", "rho", "added", "floor", "cap", "eps2", "d", "decay", "keep1", "sign", "boost", "unscale", "t")
+ROWS = ("b", "rho", "added", "floor", "cap", "eps2", "d", "decay", "keep1", "sign", "boost", "unscale", "shrink", "t")
 """The rows of the table of step numbers, which are attributes of it."""
 
 
@@ -199,10 +210,10 @@ def numbers(
     table = table[: len(ROWS)].to(dtype).to(device, non_blocking=True)
     if unscale is not None:
         table[_UNSCALE] = unscale
-    return Numbers(table, still, unscale is not None)
+    return Numbers(table, still, unscale is not None or rules[0].form.clips)
 
 
-_B, _RHO, _DECAY, _UNSCALE, _T = map(ROWS.index, ("b", "rho", "decay", "unscale", "t"))
+_B, _RHO, _DECAY, _UNSCALE, _SHRINK, _T = map(ROWS.index, ("b", "rho", "decay", "unscale", "shrink", "t"))
 
 
 def _column(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
@@ -227,6 +238,7 @@ def _column(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
         1.0 if rule.beta1 is None else 1.0 - rule.beta1,
         -1.0 if rule.maximize else 1.0,
         inf if rule.max_row_boost is None else rule.max_row_boost,
+        1.0,
         1.0,
         0.0,
         rule.tau,

@@ -27,12 +27,13 @@ ENGINE_ARGUMENTS = (
     "rounding",
     "skip_nonfinite",
     "max_row_boost",
+    "max_grad_norm",
 )
 """The arguments that say how a step is computed and what is kept for it: never taken from a saved state.
 
 The seed is: a run that goes on from a file goes on with its draws.
 """
-NUMERICS = {"rounding": "nearest", "skip_nonfinite": False, "max_row_boost": None}
+NUMERICS = {"rounding": "nearest", "skip_nonfinite": False, "max_row_boost": None, "max_grad_norm": None}
 """Those of them that change what a step computes, with what they are by default."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -20,12 +20,33 @@ class Plan:
         rows: the dims that R keeps and C averages over; empty where the shape is not factored.
         cols: the dims that C keeps and R averages over; empty where the shape is not factored.
         slices: how many leading dims make the tensor a stack, each slice with a scale and clipping of its own.
+        of: the plan of the whole tensor where this is one of a shard of it, else None.
+        speaks: whether this shard counts where several have the same statistics, and one is to.
     """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
     slices: int = 0
+    of: Plan | None = None
+    speaks: bool = True
+
+    @property
+    def whole(self) -> Plan:
+        """The plan of the whole tensor, whose sizes all means are divided by."""
+        return self if self.of is None else self.of
+
+    def shard(self, shape: tuple[int, ...], *, speaks: bool) -> Plan:
+        """The plan of a shard of this shape: the same dims, whatever their sizes are here."""
+        return replace(self, shape=shape, of=self, speaks=speaks)
+
+    @property
+    def slice(self) -> Plan:
+        """The plan of each slice of a stack along its first dim."""
+        rows, cols = (tuple(i - 1 for i in dims) for dims in (self.rows, self.cols))
+        return Plan(
+            self.shape[1:], rows, cols, self.slices - 1, None if self.of is None else self.of.slice, self.speaks
+        )
 
     @property
     def factored(self) -> bool:
@@ -61,6 +82,11 @@ class Plan:
     def col_shape(self) -> tuple[int, ...]:
         """The shape of C: the tensor's, with 1 for every row dim."""
         return tuple(1 if i in self.rows else size for i, size in enumerate(self.shape))
+
+    @cached_property
+    def mean_shape(self) -> tuple[int, ...]:
+        """The shape of mean(C): the tensor's, with 1 for every row and column dim."""
+        return tuple(1 if i in self.rows + self.cols else size for i, size in enumerate(self.shape))
 
     @cached_property
     def kept(self) -> int:

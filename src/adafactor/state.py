@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import sharding
 from .layouts import COMPENSATION, Layout
 from .rounding import LOW
 from .rule import Rule
@@ -75,9 +76,15 @@ def ready(state: Mapping[str, Any], p: Tensor, plan: Plan, rule: Rule, layout: L
             and value.shape == shape
             and value.dtype == dtype
             and value.device == p.device
+            and sharding.lies_as(value, p, dims(name, plan, layout))
             for name, (shape, dtype) in wanted.items()
         )
     )
+
+
+def dims(name: str, plan: Plan, layout: Layout) -> tuple[int | None, ...]:
+    """The dims of a tensor of a parameter's state, as ``Layout.dims`` has them."""
+    return layout.dims(plan).get(name, tuple(range(len(plan.shape))))
 
 
 @torch.inference_mode(False)
@@ -98,8 +105,8 @@ def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> N
         kept = state.get(name)
         if kept is None:
             state[name] = _zeros(p, name, shape, dtype, plan, layout)
-        elif kept.dtype != dtype or kept.device != p.device:
-            state[name] = kept.to(p.device, dtype)
+        elif kept.dtype != dtype or kept.device != p.device or not sharding.lies_as(kept, p, dims(name, plan, layout)):
+            state[name] = _placed(kept, p, dims(name, plan, layout), dtype)
 
 
 @torch.inference_mode(False)
@@ -113,20 +120,33 @@ def copy_for(p: Tensor, state: Mapping[str, Any], plan: Plan, rule: Rule, layout
             device = value.device if name == "step" else p.device
             if name == COMPENSATION and name not in kept:
                 continue
-            value = value.detach().to(device, dtype, copy=True)
-            if not p.is_contiguous() and name in kept and value.shape == kept[name][0]:
-                value = _zeros(p, name, *kept[name], plan, layout).copy_(value)
+            if name in kept:
+                shape = kept[name][0]
+                value = _placed(value.detach(), p, dims(name, plan, layout), dtype)
+                if not p.is_contiguous() and value.shape == shape and not sharding.is_distributed(p):
+                    value = _zeros(p, name, shape, dtype, plan, layout).copy_(value)
+            else:
+                value = value.detach().to(device, dtype, copy=True)
         copy[name] = value
     return copy
 
 
+def _placed(value: Tensor, p: Tensor, of: tuple[int | None, ...], dtype: torch.dtype) -> Tensor:
+    """A copy of a statistic of p, where and as p's step needs it."""
+    here = sharding.part(value, p, of).to(p.device, dtype, copy=True)
+    return sharding.like(p, here, of)
+
+
 def _zeros(p: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, plan: Plan, layout: Layout) -> Tensor:
-    """Zeros whose dims lie in memory in the order of p's, so that a kernel can go along both."""
-    whole = {layout.row: plan.row_shape, layout.col: plan.col_shape}.get(name, plan.shape)
-    stride = p.stride()
-    order = sorted(range(p.dim()), key=lambda i: -stride[i])
-    zeros = torch.zeros([whole[i] for i in order], dtype=dtype, device=p.device)
-    return zeros.permute([order.index(i) for i in range(p.dim())]).view(shape)
+    """Zeros whose dims lie in memory in the order of p's, so that a kernel can go along both; sharded as p is."""
+    here, of = sharding.local(p), dims(name, plan, layout)
+    stride = here.stride()
+    order = sorted(range(here.dim()), key=lambda i: -stride[i])
+    averaged = {layout.row: plan.cols, layout.col: plan.rows}.get(name, ())
+    whole = [1 if i in averaged else size for i, size in enumerate(here.shape)]
+    zeros = torch.zeros([whole[i] for i in order], dtype=dtype, device=here.device)
+    zeros = zeros.permute([order.index(i) for i in range(here.dim())])
+    return sharding.like(p, zeros.view([1 if i is None else here.shape[i] for i in of]), of)
 
 
 def _step_device(p: Tensor, rule: Rule) -> torch.device:

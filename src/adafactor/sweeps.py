@@ -1,8 +1,8 @@
 """The order of a step: three sweeps over the gradients, and what happens to small numbers between them.
 
 A backend is a module with the functions ``observe``, ``average``, ``measure`` and ``apply`` (the protocol ``Backend``);
-this file is all that calls them. The two places where sharded tensors reduce over their shards are marked. Between
-``first`` and ``rest`` nothing is written yet: a step can still be called off.
+this file is all that calls them. Between the sweeps shards reduce what they have found (``exchange.py``); for a whole
+tensor there is nothing to do. Before the second one nothing is written: a step can still be called off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ Scalar = Any
 class Item(NamedTuple):
     """One tensor's part of a step: R and C where its plan is factored, else V; m only with momentum.
 
-    comp is the compensation of rounding="kahan". at is None where the parameter is rounded to the nearest.
+    comp is the compensation of rounding="kahan". at is None where the parameter is rounded to the nearest. r and c are
+    where the first sweep leaves its sums over columns and over rows, in R's and C's shapes, so that shards can reduce
+    them; None is wherever it likes. totals, with them, is where it leaves [2, matrices] what mean(C) is made of where
+    columns are elsewhere: the sums of C, and of |g|^2; None where mean(C) can be taken here.
     """
 
     plan: Plan
@@ -36,6 +39,9 @@ class Item(NamedTuple):
     V: Tensor | None
     m: Tensor | None
     comp: Tensor | None
+    r: Tensor | None
+    c: Tensor | None
+    totals: Tensor | None
     at: Counter | None
 
 
@@ -50,6 +56,9 @@ class Columns(NamedTuple):
     V: Sequence[Tensor | None]
     m: Sequence[Tensor | None]
     comp: Sequence[Tensor | None]
+    r: Sequence[Tensor | None]
+    c: Sequence[Tensor | None]
+    totals: Sequence[Tensor | None]
     at: Sequence[Counter | None]
 
     def part(self, rows: slice) -> Columns:
@@ -59,19 +68,21 @@ class Columns(NamedTuple):
 
 @dataclass
 class Batch:
-    """Tensors of one form, one arithmetic dtype and one device. None of them is empty: that would have no means.
+    """Tensors of one form, one arithmetic dtype and one device. None is empty, but for shards of ones that are not.
 
     Attributes:
         columns: k tensors.
         numbers: the table of their step numbers.
         form: which operations they need.
         dtype: what the arithmetic runs in, float32 or float64; the items' R, C and V have it too.
-        numel: [k] their sizes.
+        numel: [k] their sizes, of shards those of the whole tensors.
         p2: [k] where the first sweep leaves the sums of p^2; None where the form does not scale.
         bad: [k] where the first sweep marks gradients that are not finite; None where the form does not skip.
+        g2: [k] where the first sweep leaves the sums of |g|^2; None where the form does not clip.
         hold: [k] marks the tensors that are to stay as they are, state and all; None is none of them.
         memo: what is kept from step to step, while plans and tensors other than g stay what and where they are.
         kept: what the backend keeps from sweep to sweep.
+        frugal: whether the backend is to compute u again rather than to keep it: other waves come between its sweeps.
     """
 
     columns: Columns
@@ -81,9 +92,11 @@ class Batch:
     numel: Tensor
     p2: Tensor | None
     bad: Tensor | None
+    g2: Tensor | None
     hold: Tensor | None = None
     memo: dict[str, Any] = field(default_factory=dict)
     kept: Any = None
+    frugal: bool = False
 
     @property
     def items(self) -> list[Item]:
@@ -108,7 +121,7 @@ class Backend(Protocol):
         ...
 
     def observe(self, batch: Batch) -> Any:
-        """Row and column sums of |g|^2, as the backend keeps them; fills in p2 and bad. Writes no state."""
+        """Row and column sums of |g|^2, as the backend keeps them; fills in p2, bad and g2. Writes no state."""
         ...
 
     def average(self, batch: Batch, sums: Any) -> None:
@@ -125,17 +138,21 @@ class Backend(Protocol):
 
 
 def first(batch: Batch, backend: Backend) -> None:
-    """The first sweep."""
+    """The first sweep. Shards reduce r, c, totals, p2, bad and g2 after it."""
     batch.kept = backend.observe(batch)
-    # Sharded tensors reduce the sums, p2 and bad here.
 
 
-def rest(batch: Batch, backend: Backend) -> None:
-    """The rest of a step of a batch, in place, for all tensors that are not on hold."""
+def second(batch: Batch, backend: Backend) -> Tensor:
+    """The second sweep: [k] sums of u^2, which shards reduce. What is on hold stays as it is, here and in the third."""
     backend.average(batch, batch.kept)
-    u2 = backend.measure(batch)
-    # Sharded tensors reduce u2 here.
+    return backend.measure(batch)
+
+
+def third(batch: Batch, backend: Backend, u2: Tensor) -> None:
+    """The third sweep, in place."""
     backend.apply(batch, u2)
+    # Plain PyTorch's u, which is as large as the wave.
+    batch.kept = None
 
 
 def sizes(batch: Batch, u2: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -170,15 +187,13 @@ def stacked(item: Item) -> list[Item]:
     plan = item.plan
     if plan.slices == 0:
         return [item]
-    rows, cols = (tuple(i - 1 for i in dims) for dims in (plan.rows, plan.cols))
-    inner = Plan(plan.shape[1:], rows, cols, plan.slices - 1)
     count, at = plan.shape[0], item.at
     places: list[Counter | None] = [None] * count
     if at is not None:
         places = [Counter(at.key, at.start + i * at.strides[0], at.strides[1:]) for i in range(count)]
     tensors: Sequence[Tensor | None] = item[1:-1]
     parts = zip(*([None] * count if x is None else x.unbind(0) for x in tensors), places, strict=True)
-    return [each for part in parts for each in stacked(Item(inner, *part))]
+    return [each for part in parts for each in stacked(Item(plan.slice, *part))]
 
 
 def waves(sizes: Sequence[int], limit: int) -> Iterator[slice]:

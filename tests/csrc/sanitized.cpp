@@ -33,18 +33,25 @@ struct Buffer {
 };
 
 void step(Index batch_size, Index n, Index m, bool factored, Index p, Index g, Index moment, Index momentum,
-          Index rounding) {
+          Index rounding, bool is_shard) {
   bool wide = p == F64;
   Index type = wide ? F64 : F32, k = 2, numel = batch_size * n * m;
-  Shape shape{batch_size, n, m, factored, momentum == 1, momentum != 2, p, g, moment};
-  if (!factored) shape = {1, 1, numel, 0, 0, 0, p, g, moment};
-  Shape shapes[2] = {shape, {1, 1, 5, 0, 0, 0, p, g, moment}};
+  // Every other one is a shard of a tensor twice as long and wide.
+  Index times = 1 + is_shard;
+  Shape shape{batch_size, n, m, factored, momentum == 1, momentum != 2, p, g, moment, n * times, m * times,
+              numel * times * times, momentum != 0};
+  if (!factored) shape = {1, 1, numel, 0, 0, 0, p, g, moment, 1, numel, numel, 1};
+  Shape shapes[2] = {shape, {1, 1, 5, 0, 0, 0, p, g, moment, 1, 5, 5, 1}};
   Buffer p0(numel, p), g0(numel, g), R(factored ? batch_size * n : 0, type), C(factored ? batch_size * m : 0, type);
   Buffer V(factored ? 0 : numel, type), m0(momentum ? numel : 0, moment);
-  Buffer p1(5, p), g1(5, g), V1(5, type), m1(5, moment), numbers(13 * k, type), p2(k, type), u2(k, type);
+  Buffer p1(5, p), g1(5, g), V1(5, type), m1(5, moment), numbers(14 * k, type), p2(k, type), g2(k, type), u2(k, type);
+  bool has_sums = is_shard && factored;
+  Buffer rows(has_sums ? batch_size * n : 0, type), cols(has_sums ? batch_size * m : 0, type);
+  Buffer totals(has_sums ? 2 * batch_size : 0, type);
   Buffer c0(rounding == 2 ? numel : 0, p), c1(rounding == 2 ? 5 : 0, p);
-  Tensor tensors[2] = {{p0.data, g0.data, R.data, C.data, V.data, m0.data, c0.data},
-                       {p1.data, g1.data, nullptr, nullptr, V1.data, m1.data, c1.data}};
+  Tensor tensors[2] = {
+      {p0.data, g0.data, R.data, C.data, V.data, m0.data, c0.data, rows.data, cols.data, totals.data},
+      {p1.data, g1.data, nullptr, nullptr, V1.data, m1.data, c1.data, nullptr, nullptr, nullptr}};
   uint8_t still[2] = {0, 1}, hold[2] = {uint8_t(numel % 7 == 0), 0}, bad[2];
   // Across the border of the lower halves of the indices, rows and columns swapped.
   Counter counters[2] = {{7, (Index{1} << 32) - 3, 2, {n * batch_size, m}, {1, n * batch_size}}, {8, 0, 1, {5}, {1}}};
@@ -53,7 +60,7 @@ void step(Index batch_size, Index n, Index m, bool factored, Index p, Index g, I
     wide ? void(static_cast<double *>(numbers.data)[STEP * k + i] = 3)
          : void(static_cast<float *>(numbers.data)[STEP * k + i] = 3);
   Batch batch{k,     3,    wide, momentum,        numel % 3, shapes, tensors, rounding ? counters : nullptr,
-              nullptr, numbers.data, k,  still, hold, numel % 2 ? bad : nullptr, p2.data, u2.data};
+              nullptr, numbers.data, k,  still, hold, numel % 2 ? bad : nullptr, p2.data, numel % 3 ? g2.data : nullptr, u2.data};
   Buffer scratch(adafactor_scratch(&batch), type);
   batch.scratch = scratch.data;
   if (adafactor_observe(&batch) || adafactor_average(&batch) || adafactor_measure(&batch) || adafactor_apply(&batch))
@@ -76,15 +83,15 @@ int main() {
         for (Index momentum = 0; momentum < 3; ++momentum) {
           Index p = count % 3, g = count / 3 % 3, moment = count / 9 % 3;
           Index rounding = count % 4 % 3;
-          step(shape[0], shape[1], shape[2], factored, p, g, moment, momentum, rounding);
-          if (count++ % 5 == 0) step(shape[0], shape[1], shape[2], factored, F64, F64, F64, momentum, rounding);
+          step(shape[0], shape[1], shape[2], factored, p, g, moment, momentum, rounding, count % 2);
+          if (count++ % 5 == 0) step(shape[0], shape[1], shape[2], factored, F64, F64, F64, momentum, rounding, count % 2);
         }
   }
   // Threads that fail are no success.
   adafactor_start([](Index, Index, Index, Callback, void *) -> int32_t { return 1; });
-  Shape large{1, 400, 400, 1, 0, 0, F32, F32, F32};
-  Buffer p(160000, F32), g(160000, F32), R(400, F32), C(400, F32), numbers(13, F32), u2(1, F32);
-  Tensor tensor{p.data, g.data, R.data, C.data, nullptr, nullptr, nullptr};
+  Shape large{1, 400, 400, 1, 0, 0, F32, F32, F32, 400, 400, 160000, 1};
+  Buffer p(160000, F32), g(160000, F32), R(400, F32), C(400, F32), numbers(14, F32), u2(1, F32);
+  Tensor tensor{p.data, g.data, R.data, C.data, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
   Batch failing{};
   failing.k = 1;
   failing.threads = 2;

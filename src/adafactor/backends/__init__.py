@@ -90,6 +90,9 @@ def pick(choice: Choice, item: Item, *, shared: bool) -> tuple[str, str | None]:
         Unsupported: no other may stand in.
     """
     reason = None
+    if item.plan.numel == 0:
+        # A shard with nothing of the tensor may have some of its statistics.
+        return "reference", None
     if choice.name == "cpu":
         # The kernel goes over all parameters at once.
         reason = "it shares memory with another parameter" if shared else None

@@ -21,6 +21,8 @@ WAVE = 24 << 20
 """Bytes of a wave, which stay in the last level of cache from sweep to sweep (see docs/performance.md)."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_TENSOR = ("p", "g", "R", "C", "V", "moment", "comp", "rows", "cols", "totals")
+"""The C++ struct Tensor."""
 _MOMENTUM = {None: 0, "after": 1, "before": 2}
 _DECAY = {None: 0, "lr": 1, "one": 1, "alpha": 2}
 
@@ -43,8 +45,6 @@ def unsupported(item: Item) -> str | None:
             return f"{name} has dtype {x.dtype}"
         if x.is_neg() or kernel.is_zerotensor(x):
             return f"{name} is a lazy negation or zero, whose values are not in memory"
-    if plan.numel == 0:
-        return None
     found = strides.matrices(plan, p.stride())
     if found is None:
         where = f"shape {plan.shape} and strides {p.stride()}"
@@ -55,6 +55,9 @@ def unsupported(item: Item) -> str | None:
     for name, y in {**beside, "compensation": item.comp}.items():
         if y is not None and not strides.is_dense(y.shape, y.stride(), found.order):
             return f"its {name} has strides {y.stride()}, and it has {p.stride()}"
+    if plan.of is not None and not p.is_contiguous():
+        # All processes have to leave their sums in one order.
+        return f"it is a shard that is not contiguous, with strides {p.stride()}"
     if item.at is not None and len(strides.lines(plan.shape, item.at.strides, found.order)) > kernel.RANK:
         return f"its elements lie in memory in an order of more than {kernel.RANK} dims, with strides {p.stride()}"
     return None
@@ -72,9 +75,15 @@ class _Table:
             moment = 0 if item.m is None else TYPES[item.m.dtype]
             types = (TYPES[item.p.dtype], TYPES[item.g.dtype], moment)
             limited = item.plan.leads_with_rows != lies.swapped
+            whole = item.plan.whole
+            sizes = (whole.m, whole.n) if lies.swapped else (whole.n, whole.m)
             shapes.extend((lies.batch, lies.n, lies.m, item.plan.factored, lies.swapped, limited, *types))
-            factors = (item.C, item.R) if lies.swapped else (item.R, item.C)
-            addresses.extend(map(_address, (item.p, item.g, *factors, item.V, item.m, item.comp)))
+            shapes.extend((*sizes, whole.numel, item.plan.speaks))
+            factors, sums = (item.R, item.C), (item.r, item.c)
+            if lies.swapped:
+                factors, sums = factors[::-1], sums[::-1]
+            tensors = (item.p, item.g, *factors, item.V, item.m, item.comp, *sums, item.totals)
+            addresses.extend(map(_address, tensors))
             if form.rounding != "nearest":
                 counters.extend(_counter(item, lies.order))
         # They are to live as long as the call that points to them.
@@ -86,6 +95,7 @@ class _Table:
             decay=_DECAY[form.decay],
             p2=_address(batch.p2),
             bad=_address(batch.bad),
+            g2=_address(batch.g2),
             shapes=shapes.buffer_info()[0],
             tensors=addresses.buffer_info()[0],
             counters=counters.buffer_info()[0] if counters else 0,
@@ -121,11 +131,11 @@ def keep(steps: Sequence[Tensor], t: Tensor) -> None:
 
 
 def observe(batch: Batch) -> Tensor:
-    """Row and column sums of |g|^2 of all factored tensors in one vector; fills in p2 and bad. Writes no state."""
+    """Row and column sums of |g|^2 of all factored tensors in one vector; fills in p2, bad and g2. Writes no state."""
     table = batch.memo.get("table")
     if table is None:
         table = batch.memo["table"] = _Table(batch)
-    table.addresses[1::7] = array("Q", map(Tensor.data_ptr, batch.columns.g))
+    table.addresses[1 :: len(_TENSOR)] = array("Q", map(Tensor.data_ptr, batch.columns.g))
     sums = torch.empty(table.size, dtype=batch.dtype, device="cpu")
     call, (numbers, still, _) = table.call, batch.numbers
     call.threads = torch.get_num_threads()
@@ -157,7 +167,9 @@ def apply(batch: Batch, u2: Tensor) -> None:
     """Take the step off the parameters that are not on hold."""
     # Before p is written: it refuses what may not be.
     torch.autograd.graph.increment_version(batch.columns.p)
-    _run(kernel.library().adafactor_apply, batch.memo["table"])
+    table = batch.memo["table"]
+    table.call.u2 = u2.data_ptr()
+    _run(kernel.library().adafactor_apply, table)
 
 
 def _run(sweep: Callable[..., int], table: _Table) -> None:

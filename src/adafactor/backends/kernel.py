@@ -13,7 +13,7 @@ import torch
 LIBRARY = Path(__file__).parent.parent / "_cpu.so"
 """What the install makes of csrc/adafactor.cpp where it finds a compiler."""
 
-INTERFACE = 2
+INTERFACE = 3
 """Of the library's functions and structs; one that was built for another is not called."""
 
 RANK = 8
@@ -36,7 +36,7 @@ class Call(ctypes.Structure):
         *((name, _INDEX) for name in ("k", "threads", "wide", "momentum", "decay")),
         *((name, _ADDRESS) for name in ("shapes", "tensors", "counters", "scratch", "numbers")),
         ("stride", _INDEX),
-        *((name, _ADDRESS) for name in ("still", "hold", "bad", "p2", "u2")),
+        *((name, _ADDRESS) for name in ("still", "hold", "bad", "p2", "g2", "u2")),
     )
 
 

@@ -42,16 +42,21 @@ struct Shape {
   Index swapped;  // R belongs to the columns in memory, C to the rows
   Index limited;  // whether max_row_boost is for the rows in memory, else for the columns
   Index p, g, moment;  // Type of each
+  Index rows, columns, elements;  // of the tensor that this may be a shard of: n, m and all elements
+  Index speaks;  // whether this shard's statistics count in the totals of those that others have too
 
   Index numel() const { return batch * n * m; }
 };
 
 // Addresses. R is that of the rows in memory, C that of its columns: the other way round where the plan is swapped. comp
-// is null but for a compensation of p's rounding.
+// is null but for a compensation of p's rounding. Of a shard, rows and cols are where its sums go, to be reduced between
+// the sweeps, else they are null; totals is where two numbers for each matrix go, the sum of what mean(C) is taken of and
+// that of |g|^2, where columns are elsewhere, else null.
 struct Tensor {
   void *p;
   const void *g;
   void *R, *C, *V, *moment, *comp;
+  void *rows, *cols, *totals;
 };
 
 // Where a tensor's elements are among all draws of stochastic rounding: dims from the outermost in memory on, and what a
@@ -64,7 +69,7 @@ struct Counter {
 };
 
 // The rows of the table of step numbers.
-enum Row : Index { B, RHO, ADDED, FLOOR, CAP, EPS2, D, DECAY, KEEP1, SIGN, BOOST, UNSCALE, STEP };
+enum Row : Index { B, RHO, ADDED, FLOOR, CAP, EPS2, D, DECAY, KEEP1, SIGN, BOOST, UNSCALE, SHRINK, STEP };
 
 // What a call works on: k tensors.
 struct Batch {
@@ -81,7 +86,7 @@ struct Batch {
   const uint8_t *still;  // null where all move
   const uint8_t *hold;   // those that stay as they are, state and all; null where none does
   uint8_t *bad;          // where observe marks gradients that are not finite; null where nobody asks
-  void *p2, *u2;         // sums of squares; p2 is null where nothing scales
+  void *p2, *g2, *u2;    // sums of squares; p2 is null where nothing scales, g2 where nobody asks
 
   template <class A>
   A number(Row row, Index t) const {
@@ -89,6 +94,8 @@ struct Batch {
   }
 
   bool holds(Index t) const { return hold && hold[t]; }
+
+  bool looks_at_gradients() const { return bad || g2; }
 };
 
 // Elements that one pass works on while they stay in the first level of cache.
@@ -120,12 +127,25 @@ struct Tile {
 };
 
 // Where a tensor's sums are in the scratch, in numbers of the arithmetic's type. rows and cols hold the sums of all
-// tiles, then the inverse roots of the statistics. Tensors of several strips or blocks have partial sums behind them.
+// tiles, then the inverse roots of the statistics; a shard's are elsewhere. Tensors of several strips or blocks have
+// partial sums behind them.
 struct Place {
   Index strips, blocks;
   Index strip, block;  // columns and rows of a tile
   Index rows, cols, row_parts, col_parts;
 };
+
+template <class A>
+A *rows_of(const Batch &batch, const Place &at, Index t) {
+  void *own = batch.tensors[t].rows;
+  return own ? static_cast<A *>(own) : static_cast<A *>(batch.scratch) + at.rows;
+}
+
+template <class A>
+A *cols_of(const Batch &batch, const Place &at, Index t) {
+  void *own = batch.tensors[t].cols;
+  return own ? static_cast<A *>(own) : static_cast<A *>(batch.scratch) + at.cols;
+}
 
 // A size in equal parts of about a piece, rounded up to a multiple.
 Index balanced(Index size, Index piece, Index multiple) {
@@ -149,11 +169,12 @@ Index arrange(const Batch &batch, std::vector<Place> &places) {
         at.blocks = cut(s.n, at.block);
       }
       at.rows = end;
-      at.cols = at.rows + s.batch * s.n;
-      end = at.cols + s.batch * s.m;
-      at.row_parts = at.strips > 1 ? end : at.rows;
+      end += batch.tensors[t].rows ? 0 : s.batch * s.n;
+      at.cols = end;
+      end += batch.tensors[t].cols ? 0 : s.batch * s.m;
+      at.row_parts = end;
       end += at.strips > 1 ? s.batch * s.n * at.strips : 0;
-      at.col_parts = at.blocks > 1 ? end : at.cols;
+      at.col_parts = end;
       end += at.blocks > 1 ? s.batch * s.m * at.blocks : 0;
     }
     places.push_back(at);
@@ -346,7 +367,7 @@ int32_t call(void (*sweep)(const Batch &), const Batch *batch) {
 #endif
 
 // What kernel.py checks before anything else: changed whenever a struct or a function here is.
-EXPORT Index adafactor_interface() { return 2; }
+EXPORT Index adafactor_interface() { return 3; }
 
 // Takes torch_parallel_for.
 EXPORT void adafactor_start(ParallelFor function) {
@@ -837,12 +858,36 @@ INLINE bool is_finite(const A *x, Index size) {
   return sum == 0;
 }
 
-// Whether the squares of a gradient without factors are.
+// What is looked at in a gradient beside the sums of its rows and columns.
+struct Look {
+  double sum;  // of |g|^2
+  bool finite;
+
+  void add(const Look &other) {
+    sum += other.sum;
+    finite = finite && other.finite;
+  }
+};
+
+// The sum of numbers that are not negative, and whether they are all finite.
 template <class A>
-bool is_full_gradient_finite(const Batch &batch, const Tile &tile) {
+INLINE Look look(const A *squares, Index size) {
+  double sums[16] = {};
+  Index i = 0;
+  for (; i + 16 <= size; i += 16)
+    for (Index k = 0; k < 16; ++k) sums[k] += squares[i + k];
+  for (; i < size; ++i) sums[0] += squares[i];
+  double sum = 0;
+  for (double each : sums) sum += each;
+  return {sum, is_finite(squares, size)};
+}
+
+// A gradient without factors.
+template <class A>
+Look look_at_full_gradient(const Batch &batch, const Tile &tile) {
   const Shape &s = batch.shapes[tile.tensor];
   A unscale = batch.template number<A>(UNSCALE, tile.tensor);
-  bool finite = true;
+  Look found{0, true};
   with(s.g, [&](auto *type) {
     using T = std::remove_reference_t<decltype(*type)>;
     const T *g = static_cast<const T *>(batch.tensors[tile.tensor].g) + tile.j0;
@@ -853,18 +898,21 @@ bool is_full_gradient_finite(const Batch &batch, const Tile &tile) {
         A x = A(value(g[start + i])) * unscale;
         squares[i] = x * x;
       }
-      finite = finite && is_finite(squares, size);
+      found.add(look(squares, size));
     }
   });
-  return finite;
+  return found;
 }
 
 template <class A>
 void observe_gradient(const Batch &batch, const Place &at, const Tile &tile) {
   const Shape &s = batch.shapes[tile.tensor];
   Index b = tile.first / s.n, i = tile.first % s.n, block = i / at.block, strip = tile.j0 / at.strip;
-  A *rows = static_cast<A *>(batch.scratch) + at.row_parts + (b * at.strips + strip) * s.n + i;
-  A *cols = static_cast<A *>(batch.scratch) + at.col_parts + (b * at.blocks + block) * s.m + tile.j0;
+  A *scratch = static_cast<A *>(batch.scratch);
+  A *rows = at.strips > 1 ? scratch + at.row_parts : rows_of<A>(batch, at, tile.tensor);
+  A *cols = at.blocks > 1 ? scratch + at.col_parts : cols_of<A>(batch, at, tile.tensor);
+  rows += (b * at.strips + strip) * s.n + i;
+  cols += (b * at.blocks + block) * s.m + tile.j0;
   with(s.g, [&](auto *type) {
     using T = std::remove_reference_t<decltype(*type)>;
     const T *g = static_cast<const T *>(batch.tensors[tile.tensor].g) + tile.first * s.m + tile.j0;
@@ -905,46 +953,55 @@ void observe_batch(const Batch &batch) {
   // So that apply begins with those that were read last.
   std::reverse(tiles.begin(), tiles.end());
   Index of_p = Index(tiles.size());
-  if (batch.bad)
+  if (batch.looks_at_gradients())
     for (const Tile &tile : pieces(batch, false)) tiles.push_back(tile);
   Index of_full = Index(tiles.size());
   for (const Tile &tile : blocks(batch, places)) tiles.push_back(tile);
   std::vector<double> parts(of_p);
-  std::vector<uint8_t> spoilt(of_full);
+  std::vector<Look> looks(of_full - of_p);
   over(tiles, batch.threads, false, [&](const Tile &tile, Index index) {
     if (index < of_p)
       parts[index] = observe_parameter<A>(batch, tile);
     else if (index < of_full)
-      spoilt[index] = !is_full_gradient_finite<A>(batch, tile);
+      looks[index - of_p] = look_at_full_gradient<A>(batch, tile);
     else
       observe_gradient<A>(batch, places[tile.tensor], tile);
   });
   if (batch.p2) total<A>(batch, tiles, parts, batch.p2);
-  if (batch.bad) {
-    std::fill(batch.bad, batch.bad + batch.k, uint8_t(0));
-    for (Index i = of_p; i < of_full; ++i) batch.bad[tiles[i].tensor] |= spoilt[i];
-  }
+  std::vector<Look> found(batch.looks_at_gradients() ? batch.k : 0, Look{0, true});
+  for (Index i = of_p; i < of_full; ++i) found[tiles[i].tensor].add(looks[i - of_p]);
   // The sums of strips and blocks into those of the tensor.
   A *scratch = static_cast<A *>(batch.scratch);
   std::vector<Tile> all = matrices(batch);
-  std::vector<uint8_t> not_finite(all.size());
+  looks.assign(all.size(), Look{0, true});
   over(all, batch.threads, false, [&](const Tile &tile, Index index) {
     const Shape &s = batch.shapes[tile.tensor];
+    const Tensor &tensor = batch.tensors[tile.tensor];
     const Place &at = places[tile.tensor];
+    A *rows = rows_of<A>(batch, at, tile.tensor), *cols = cols_of<A>(batch, at, tile.tensor);
     for (Index b = tile.first; b < tile.last; ++b) {
-      if (at.strips > 1)
-        combine(scratch + at.row_parts + b * at.strips * s.n, at.strips, s.n, scratch + at.rows + b * s.n);
-      if (at.blocks > 1)
-        combine(scratch + at.col_parts + b * at.blocks * s.m, at.blocks, s.m, scratch + at.cols + b * s.m);
+      if (at.strips > 1) combine(scratch + at.row_parts + b * at.strips * s.n, at.strips, s.n, rows + b * s.n);
+      if (at.blocks > 1) combine(scratch + at.col_parts + b * at.blocks * s.m, at.blocks, s.m, cols + b * s.m);
+      if (tensor.totals) {
+        A *totals = static_cast<A *>(tensor.totals);
+        const A *C = static_cast<const A *>(s.swapped ? tensor.R : tensor.C);
+        Index size = s.swapped ? s.n : s.m;
+        totals[b] = s.speaks ? A(look(C + b * size, size).sum) : A(0);
+        totals[s.batch + b] = A(look(rows + b * s.n, s.n).sum);
+      }
     }
-    if (batch.bad) {
+    if (batch.looks_at_gradients()) {
       Index b = tile.first, count = tile.last - tile.first;
-      not_finite[index] = !is_finite(scratch + at.rows + b * s.n, count * s.n) ||
-                          !is_finite(scratch + at.cols + b * s.m, count * s.m);
+      looks[index] = look(rows + b * s.n, count * s.n);
+      looks[index].finite = looks[index].finite && is_finite(cols + b * s.m, count * s.m);
     }
   });
-  if (batch.bad)
-    for (size_t i = 0; i < all.size(); ++i) batch.bad[all[i].tensor] |= not_finite[i];
+  if (batch.looks_at_gradients())
+    for (size_t i = 0; i < all.size(); ++i) found[all[i].tensor].add(looks[i]);
+  for (Index t = 0; t < Index(found.size()); ++t) {
+    if (batch.bad) batch.bad[t] = !found[t].finite;
+    if (batch.g2) static_cast<A *>(batch.g2)[t] = A(found[t].sum);
+  }
 }
 
 // average
@@ -967,11 +1024,11 @@ INLINE A capped(A x, A cap) {
   return cap < x ? cap : x;
 }
 
-// Takes sums over count numbers into a statistic, and leaves their means, with e, in place of the sums.
+// Takes sums over count numbers, times shrink, into a statistic, and leaves their means, with e, in place of the sums.
 template <class A>
-INLINE void take_in(A *statistic, A *sums, Index size, A count, A b, A e) {
+INLINE void take_in(A *statistic, A *sums, Index size, A count, A shrink, A b, A e) {
   for (Index i = 0; i < size; ++i) {
-    sums[i] = sums[i] / count + e;
+    sums[i] = sums[i] * shrink / count + e;
     statistic[i] = lerp(statistic[i], sums[i], b);
   }
 }
@@ -996,20 +1053,29 @@ template <class A>
 void average_batch(const Batch &batch) {
   std::vector<Place> places;
   arrange(batch, places);
-  A *scratch = static_cast<A *>(batch.scratch);
   over(matrices(batch), batch.threads, false, [&](const Tile &tile, Index) {
     Index t = tile.tensor;
     if (batch.holds(t)) return;
     const Shape &s = batch.shapes[t];
+    const Tensor &tensor = batch.tensors[t];
     A b = batch.template number<A>(B, t), e = batch.template number<A>(ADDED, t);
     A floor = batch.template number<A>(FLOOR, t), boost = batch.template number<A>(BOOST, t);
+    A shrink = batch.template number<A>(SHRINK, t);
     Index count = tile.last - tile.first;
-    A *R = static_cast<A *>(batch.tensors[t].R) + tile.first * s.n, *r = scratch + places[t].rows + tile.first * s.n;
-    A *C = static_cast<A *>(batch.tensors[t].C) + tile.first * s.m, *c = scratch + places[t].cols + tile.first * s.m;
-    take_in(R, r, count * s.n, A(s.m), b, e);
-    take_in(C, c, count * s.m, A(s.n), b, e);
+    A *R = static_cast<A *>(tensor.R) + tile.first * s.n, *r = rows_of<A>(batch, places[t], t) + tile.first * s.n;
+    A *C = static_cast<A *>(tensor.C) + tile.first * s.m, *c = cols_of<A>(batch, places[t], t) + tile.first * s.m;
+    take_in(R, r, count * s.n, A(s.columns), shrink, b, e);
+    take_in(C, c, count * s.m, A(s.rows), shrink, b, e);
+    const A *totals = static_cast<const A *>(tensor.totals);
     for (Index k = 0; k < count; ++k) {
-      A average = s.swapped ? mean(R + k * s.n, s.n) : mean(C + k * s.m, s.m);
+      A average;
+      if (totals) {
+        A before = totals[tile.first + k] / A(s.swapped ? s.rows : s.columns);
+        A now = totals[s.batch + tile.first + k] * shrink / A(s.rows) / A(s.columns) + e;
+        average = lerp(before, now, b);
+      } else {
+        average = s.swapped ? mean(R + k * s.n, s.n) : mean(C + k * s.m, s.m);
+      }
       average = average < floor ? floor : average;
       divide(R + k * s.n, s.swapped ? A(1) : average, s.limited ? boost : std::numeric_limits<A>::infinity(), s.n, r + k * s.n);
       divide(C + k * s.m, s.swapped ? average : A(1), s.limited ? std::numeric_limits<A>::infinity() : boost, s.m, c + k * s.m);
@@ -1038,7 +1104,7 @@ INLINE void walk(const Batch &batch, const Place &at, const Tile &tile, Index st
       });
       return;
     }
-    const A *r = static_cast<const A *>(batch.scratch) + at.rows, *c = static_cast<const A *>(batch.scratch) + at.cols;
+    const A *r = rows_of<A>(batch, at, tile.tensor), *c = cols_of<A>(batch, at, tile.tensor);
     const A unscale = batch.template number<A>(UNSCALE, tile.tensor);
     Index m = tile.j1 - tile.j0;
     if (s.m < RUN) {
@@ -1171,7 +1237,7 @@ struct Size {
 template <class A>
 Size<A> size_of(const Batch &batch, Index t) {
   const Shape &s = batch.shapes[t];
-  A numel = A(s.numel()), alpha = batch.template number<A>(RHO, t), d = batch.template number<A>(D, t);
+  A numel = A(s.elements), alpha = batch.template number<A>(RHO, t), d = batch.template number<A>(D, t);
   if (batch.p2) {
     A rms = std::sqrt(static_cast<const A *>(batch.p2)[t] / numel), eps2 = batch.template number<A>(EPS2, t);
     alpha *= rms < eps2 ? eps2 : rms;

@@ -42,7 +42,8 @@ class Adafactor(BaseAdafactor):
         weight_decay: decoupled, times lr.
         clipping_threshold: the clipping threshold of rms(u), above 0; None for no clipping.
         unscaled_wd: whether the weight decay is times 1 in place of lr, as in big_vision itself.
-        factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see :class:`adafactor.Adafactor`.
+        factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost, max_grad_norm: see
+            :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -74,6 +75,7 @@ class Adafactor(BaseAdafactor):
         seed: int = 0,
         skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -94,6 +96,7 @@ class Adafactor(BaseAdafactor):
             "seed": seed,
             "skip_nonfinite": skip_nonfinite,
             "max_row_boost": max_row_boost,
+            "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults)
 

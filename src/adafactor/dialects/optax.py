@@ -47,7 +47,8 @@ class Adafactor(BaseAdafactor):
         factored: False keeps a full V.
         batch_dims: T5X's batch dims: leading dims over which parameters are stacks (of layers, say); each slice has a
             scale and clipping of its own.
-        factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see :class:`adafactor.Adafactor`.
+        factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost, max_grad_norm: see
+            :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -80,6 +81,7 @@ class Adafactor(BaseAdafactor):
         seed: int = 0,
         skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         defaults = {
             "lr": 1.0 if learning_rate is None else learning_rate,
@@ -101,6 +103,7 @@ class Adafactor(BaseAdafactor):
             "seed": seed,
             "skip_nonfinite": skip_nonfinite,
             "max_row_boost": max_row_boost,
+            "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults)
 

@@ -36,8 +36,8 @@ class Adafactor(BaseAdafactor):
         warmup_init: whether the relative step size starts at 1e-6 and grows.
         beta1: the decay of the momentum, in [0, 1). None and 0 keep no buffer.
         weight_decay: decoupled, times alpha.
-        factor, min_dim_size_to_factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see
-            :class:`adafactor.Adafactor`.
+        factor, min_dim_size_to_factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost,
+            max_grad_norm: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -65,6 +65,7 @@ class Adafactor(BaseAdafactor):
         seed: int = 0,
         skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         defaults = {
             "lr": None,
@@ -82,6 +83,7 @@ class Adafactor(BaseAdafactor):
             "seed": seed,
             "skip_nonfinite": skip_nonfinite,
             "max_row_boost": max_row_boost,
+            "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults)
 

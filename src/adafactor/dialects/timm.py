@@ -47,7 +47,7 @@ class Adafactor(BaseAdafactor):
         warmup_init: whether the relative step size starts at 1e-6 and grows.
         min_dim_size_to_factor: both dims have to be larger than this to be factored.
         factor: None is timm's choice of dims; else see :class:`adafactor.Adafactor`.
-        foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see :class:`adafactor.Adafactor`.
+        foreach, fused, rounding, seed, skip_nonfinite, max_row_boost, max_grad_norm: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range, or warmup_init is given with lr; the message has
@@ -79,6 +79,7 @@ class Adafactor(BaseAdafactor):
         seed: int = 0,
         skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -99,6 +100,7 @@ class Adafactor(BaseAdafactor):
             "seed": seed,
             "skip_nonfinite": skip_nonfinite,
             "max_row_boost": max_row_boost,
+            "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults)
 

@@ -64,6 +64,9 @@ class Adafactor(BaseAdafactor):
         max_row_boost: about the largest rms of u in a row (along the earlier of the two dims) of a factored tensor, at
             least 1; None is no limit. For embeddings and experts, whose rows take steps several times too large when
             they wake after idle steps.
+        max_grad_norm: the largest norm of all gradients together, of all groups, above 0: a step with more takes them
+            times max_grad_norm / norm, as ``torch.nn.utils.clip_grad_norm_`` before it would; the gradients themselves
+            stay as they are. ``grad_norm`` is the norm. inf measures it and clips nothing; None does neither.
 
     Raises:
         ValueError: an argument or a parameter is out of its range; the message has the rule and the value.
@@ -99,6 +102,7 @@ class Adafactor(BaseAdafactor):
         seed: int = 0,
         skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -115,6 +119,7 @@ class Adafactor(BaseAdafactor):
             "seed": seed,
             "skip_nonfinite": skip_nonfinite,
             "max_row_boost": max_row_boost,
+            "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults)
 

@@ -47,8 +47,8 @@ class Adafactor(BaseAdafactor):
         scale_parameter: whether the step size is scaled by rms(p).
         relative_step: whether the step size comes from the step count in place of lr.
         warmup_init: whether the relative step size starts at 1e-6 and grows.
-        factor, min_dim_size_to_factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost: see
-            :class:`adafactor.Adafactor`.
+        factor, min_dim_size_to_factor, foreach, fused, rounding, seed, skip_nonfinite, max_row_boost,
+            max_grad_norm: see :class:`adafactor.Adafactor`.
 
     Raises:
         ValueError: an argument or a parameter is out of its range, lr is given with relative_step, or warmup_init
@@ -87,6 +87,7 @@ class Adafactor(BaseAdafactor):
         seed: int = 0,
         skip_nonfinite: bool | Literal["parameter"] = False,
         max_row_boost: float | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -106,6 +107,7 @@ class Adafactor(BaseAdafactor):
             "seed": seed,
             "skip_nonfinite": skip_nonfinite,
             "max_row_boost": max_row_boost,
+            "max_grad_norm": max_grad_norm,
         }
         _check_conflicts(lr, relative_step, warmup_init)
         super().__init__(params, defaults)
