@@ -85,3 +85,7 @@ class Processes:
             worker.kill()
             worker.join()
         self._workers, self._pipes = [], []
+
+
+POOLS = {size: Processes(size) for size in (1, 2, 4)}
+"""What all test files share."""
