@@ -120,13 +120,18 @@ def sets_own_steps(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, BaseAdafactor) and optimizer.rule(optimizer.param_groups[0]).relative
 
 
+def _bytes_here(value: Any) -> int:
+    """Bytes of a tensor in this process: all, or those of its shard."""
+    return int(getattr(value, "_local_tensor", value).nbytes)
+
+
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors the optimizer keeps between steps."""
+    """Bytes of all tensors the optimizer keeps between steps, in this process."""
     return sum(
-        value.nbytes for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")
+        _bytes_here(value) for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")
     )
 
 
 def adamw_state_bytes(parameters: Iterable[Parameter]) -> int:
-    """Bytes AdamW would keep for these parameters: two moments each, and a float32 step count per tensor."""
-    return sum(2 * parameter.nbytes + 4 for parameter in parameters)
+    """Bytes AdamW would keep for these parameters in this process: two moments and a float32 step count for each."""
+    return sum(2 * _bytes_here(parameter) + 4 for parameter in parameters)
