@@ -65,9 +65,7 @@ def train(
         int, whole("Split heads and perceptrons between groups of N processes; with --fsdp, the rest between groups.")
     ] = 1,
     out: Annotated[Path | None, place("Folder for the run's files. Without: runs/OPTIMIZER-DATE-TIME.")] = None,
-    resume: Annotated[
-        Path | None, place("Go on with an interrupted run, given its folder or its checkpoint.")
-    ] = None,
+    resume: Annotated[Path | None, place("Go on with an interrupted run, given its folder or its checkpoint.")] = None,
     json_: Annotated[bool, flag("--json", "Print the result as one line of JSON.")] = False,
     quiet: Annotated[bool, flag("--quiet", "Show no progress, table or sample.")] = False,
 ) -> None:
@@ -152,7 +150,7 @@ def open_world(arrangement: Arrangement) -> World:
 def start(config: Config, out: Path | None, world: World) -> tuple[Run, Path]:
     """Set a new run up; the folder comes last, so that a refused run leaves none behind."""
     with world.together():
-        try_out(config.optimizer, config.lr, config.options, DTYPES[config.dtype])
+        try_out(config.optimizer, config.lr, config.options, DTYPES[config.dtype], world.split)
         text = Text.load(config.files, config.context)
     run = Run(config, text, world)
     folder = out or Path("runs") / f"{config.optimizer}-{world.first(datetime.now()):%Y%m%d-%H%M%S}"
@@ -167,7 +165,7 @@ def go_on(resume: Path, threads: int | None, out: Path | None, world: World) -> 
         file, config, state = checkpoint.load(resume)
         text = Text.load(config.files, config.context)
     if threads is None and state.get("processes", 1) != world.arrangement.processes:
-        threads = default_threads()
+        threads = min(config.threads, default_threads())  # each may have fewer cores now
     if threads is not None:
         config = dataclasses.replace(config, threads=threads)
     if state["torch"] != torch.__version__:
@@ -188,8 +186,8 @@ def refuse_changes(context: typer.Context) -> None:
         if name not in WITH_RESUME and source is not None and source.name != "DEFAULT":
             what = "FILES" if name == "files" else f"--{name}"
             raise InputError(
-                f"{what} cannot change a run that is resumed: only --threads, --fsdp, --tensor-parallel, --out, --json, "
-                "--quiet can"
+                f"{what} cannot change a run that is resumed: only --threads, --fsdp, --tensor-parallel, --out, "
+                "--json, --quiet can"
             )
 
 

@@ -1,7 +1,7 @@
 """A run's folder and its checkpoint: written whole or not at all, read back without running any code from the file.
 
-One process writes a file, `checkpoint.pt`; several write a folder, `checkpoint`: their shards, and `run.json`. Either is
-read by any number of processes.
+One process writes a file, `checkpoint.pt`; several write a folder, `checkpoint`: their shards, and `run.json`. Any
+number of processes reads either.
 """
 
 import io

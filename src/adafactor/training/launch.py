@@ -1,4 +1,4 @@
-"""How this process was started: alone, or by torchrun as one of several. Read from torchrun's variables, without torch."""
+"""How this process was started: alone, or by torchrun as one of several. Torchrun's variables say so; no torch."""
 
 import os
 

@@ -3,10 +3,11 @@
 import ast
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -100,12 +101,20 @@ def _refusal(name: str, error: Exception) -> InputError:
     return InputError(f"optimizer {name} refuses its options: {str(error) or type(error).__name__}")
 
 
-def try_out(name: str, lr: float | None, options: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
+def try_out(
+    name: str,
+    lr: float | None,
+    options: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+    split: Callable[[Tensor], Tensor] = torch.clone,
+) -> None:
     """Take one step on parameters of a dtype made for it: some options pass the constructor and fail only there.
 
-    Raises InputError where `build` would, and where the step fails. May draw from PyTorch's generator.
+    So do some optimizers where `split` makes sharded tensors. Raises InputError where `build` would, and where the step
+    fails. May draw from PyTorch's generator.
     """
-    parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 2), (2,))]  # the ranks the model has
+    shapes = ((64, 2), (64,))  # the ranks the model has, and rows for many processes
+    parameters = [Parameter(split(torch.ones(shape, dtype=dtype))) for shape in shapes]
     optimizer = build(name, parameters, lr, options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -122,7 +131,7 @@ def sets_own_steps(optimizer: Optimizer) -> bool:
 
 def _bytes_here(value: Any) -> int:
     """Bytes of a tensor in this process: all, or those of its shard."""
-    return int(getattr(value, "_local_tensor", value).nbytes)
+    return int((value.to_local() if hasattr(value, "to_local") else value).nbytes)
 
 
 def state_bytes(optimizer: Optimizer) -> int:

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from . import checkpoint, launch, sharding, shards
@@ -42,8 +44,9 @@ class Parallel(World):
         if launch.by_torchrun():
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        # gloo's threads must end before the interpreter does, else the process aborts; a model's cycles keep them alive.
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        # gloo's threads must end before the interpreter, or the process aborts; cycles in the model keep them alive.
         atexit.register(gc.collect)
         self.is_first = dist.get_rank() == 0
         shape = (arrangement.data, arrangement.tensor)
@@ -59,6 +62,10 @@ class Parallel(World):
     def place(self, model: Transformer) -> None:
         """Move the model to the device, then split it."""
         sharding.shard(model.to(self.device), self.mesh["data"], self.mesh["tensor"], fsdp=self.arrangement.fsdp)
+
+    def split(self, whole: Tensor) -> Tensor:
+        """Return a DTensor, its rows split between the groups."""
+        return distribute_tensor(whole.to(self.device), self.mesh, [Shard(0), Replicate()])
 
     def share(self, windows: Tensor) -> Tensor:
         """Return this process's rows, on its device: a block of them, or all where they do not come out even."""
@@ -93,9 +100,9 @@ class Parallel(World):
             own = error
         errors: list[Exception | None] = [None] * self.arrangement.processes
         dist.all_gather_object(errors, own)
-        for error in errors:
-            if error is not None:
-                raise error from own
+        for met in errors:
+            if met is not None:
+                raise met from own
 
     def wait(self) -> None:
         """Wait for the GPU."""
@@ -106,15 +113,19 @@ class Parallel(World):
         """Write every process's part, then put the whole in its place; raises SaveError on all or none."""
         path = folder / self.checkpoint_name
         fresh = path.with_name(f".{path.name}.new")
-        with self.together():
+        try:
+            with self.together():
+                if self.is_first:
+                    checkpoint.clear(fresh)
+            with self.together():
+                values = values | shards.save(fresh, model, optimizer)
+            with self.together():
+                if self.is_first:
+                    checkpoint.put_in_place(fresh, path, values)
+                    checkpoint.leave_only(path)
+        finally:
             if self.is_first:
-                checkpoint.clear(fresh)
-        with self.together():
-            values = values | shards.save(fresh, model, optimizer)
-        with self.together():
-            if self.is_first:
-                checkpoint.put_in_place(fresh, path, values)
-                checkpoint.leave_only(path)
+                shutil.rmtree(fresh, ignore_errors=True)  # what could not be completed
         return path
 
     def load(self, state: dict[str, Any], model: Transformer, optimizer: Optimizer) -> None:

@@ -68,7 +68,7 @@ class Run:
 
     @classmethod
     def resume(cls, state: dict[str, Any], config: Config, text: Text, world: World | None = None) -> "Run":
-        """Continue from what `checkpoint.load` returned. Raises InputError if `text` is not the one trained on so far."""
+        """Continue from what `checkpoint.load` returned. Raises InputError if `text` is not the one trained on."""
         with (world or World()).together():
             if text.fingerprint != state["fingerprint"]:
                 raise InputError("the text has changed since the checkpoint was written: this run cannot be resumed")

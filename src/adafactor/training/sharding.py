@@ -1,4 +1,4 @@
-"""How the model is split between processes: blocks as the units of FSDP2, heads and perceptrons by tensor parallelism."""
+"""How the model is split between processes: by blocks (FSDP2), by heads and perceptrons (tensor parallelism)."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ PLAN: dict[str, ParallelStyle] = {
 
 
 def shard(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, *, fsdp: bool) -> None:
-    """Split the model, which has the same values on all processes, along one or both meshes; it stays the same function.
+    """Split the model, which has the same values on all processes, along one or both meshes; it computes the same.
 
     data: the processes that share a batch, between which `fsdp` splits every parameter. tensor: those that share heads.
     """

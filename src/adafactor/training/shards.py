@@ -6,6 +6,7 @@ Only tensors go through it. What is a plain value is returned to the caller, and
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.optim import Optimizer
 
 from .checkpoint import write_through
@@ -59,7 +62,7 @@ class IndexReader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
 
 
-class Reader(dcp.FileSystemReader):
+class Reader(FileSystemReader):
     """Reads shards. An index without entries of bytes, the other kind beside tensors, leads to no pickle."""
 
     def read_metadata(self, *arguments: Any, **more: Any) -> metadata.Metadata:
@@ -78,7 +81,7 @@ class Kept(io.BytesIO):
         """Do nothing."""
 
 
-class Files(dcp.filesystem.FileSystem):
+class Files(FileSystem):
     """DCP's file system, with files written in one go: torch.save makes a RuntimeError of a disk's error."""
 
     @contextmanager
@@ -90,7 +93,7 @@ class Files(dcp.filesystem.FileSystem):
         write_through(Path(path), content)
 
 
-class Writer(dcp.FileSystemWriter):
+class Writer(FileSystemWriter):
     """Writes shards into a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,9 +115,9 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     # An optimizer without state gets some from get_optimizer_state_dict, by a step that counts as one.
     state = get_optimizer_state_dict(model, optimizer)["state"] if optimizer.state else {}
     by_name: dict[str, dict[str, Any]] = state  # type: ignore[assignment]
-    tensors = {"model": parameters, "optimizer": _of_kind(by_name, tensors=True)}
+    tensors: dict[str, Any] = {"model": parameters, "optimizer": _of_kind(by_name, tensors=True)}
     try:
-        dcp.save(tensors, storage_writer=Writer(folder), no_dist=not dist.is_initialized())
+        write_shards(tensors, storage_writer=Writer(folder), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         for failure, _ in error.failures.values():
             if isinstance(failure, OSError):
@@ -133,10 +136,12 @@ def load(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     # Before the first step an optimizer may have no state to restore.
     found = get_optimizer_state_dict(model, optimizer) if state["numbers"] else {"state": {}, "param_groups": []}
     by_name: dict[str, dict[str, Any]] = found["state"]  # type: ignore[assignment]
-    tensors = {"model": get_model_state_dict(model), "optimizer": _of_kind(by_name, tensors=True)}
+    tensors: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": _of_kind(by_name, tensors=True)}
     folder = state["folder"]
     try:
-        dcp.load(tensors, storage_reader=Reader(folder), no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which one process means to be
+            read_shards(tensors, storage_reader=Reader(folder), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise InputError(f"{folder} is not a checkpoint of adafactor train, or is not whole") from error
     set_model_state_dict(model, tensors["model"])
@@ -156,13 +161,16 @@ def distribute(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) ->
     if not whole["state"]:
         return
     names = [name for name, _ in model.named_parameters()]
-    by_name = {
+    by_name: dict[str, Any] = {
         "state": {names[index]: own for index, own in whole["state"].items()},
         "param_groups": [
             {**group, "params": [names[index] for index in group["params"]]} for group in whole["param_groups"]
         ],
     }
     set_optimizer_state_dict(model, optimizer, by_name, options=options)
+    for group, saved in zip(optimizer.param_groups, whole["param_groups"], strict=True):
+        # On its way through there a tuple becomes a list.
+        group.update({name: value for name, value in saved.items() if name != "params"})
 
 
 def _of_kind(state: dict[str, dict[str, Any]], *, tensors: bool) -> dict[str, dict[str, Any]]:

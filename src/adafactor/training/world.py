@@ -39,8 +39,12 @@ class World:
     def place(self, model: Transformer) -> None:
         """Put the model, the same on all processes, where it is trained, and split it between them."""
 
+    def split(self, whole: Tensor) -> Tensor:
+        """Return a tensor split by rows as parameters are, from one that is the same on all processes."""
+        return whole
+
     def share(self, windows: Tensor) -> Tensor:
-        """Return the rows that this process computes with. All of them, on all processes, where they cannot be split."""
+        """Return the rows that this process computes with: all of them, on every one, where they cannot be split."""
         return windows
 
     def mean(self, x: float) -> float:
