@@ -6,10 +6,13 @@ import sys
 from importlib.util import find_spec
 from types import FrameType
 
+from .training import launch
+
 
 def _stop(number: int, frame: FrameType | None) -> None:
     """End the process in its first seconds, which go into imports: those would swallow or disguise an exception."""
-    os.write(2, b"adafactor: stopped before the run began\n")
+    if launch.is_first():
+        os.write(2, b"adafactor: stopped before the run began\n")
     os._exit(128 + number)
 
 

@@ -8,24 +8,33 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from ..training import launch
+
 # Typer's base of all usage errors has no public name: it is click's in older versions, Typer's own in newer ones.
 UsageError: Any = typer.BadParameter.__base__
 
 
 def say(message: str) -> None:
-    """Print one line for the user on stderr."""
-    print(f"adafactor: {message}", file=sys.stderr, flush=True)
+    """Print one line for the user on stderr. Of several processes under torchrun, the first speaks for all."""
+    if launch.is_first():
+        print(f"adafactor: {message}", file=sys.stderr, flush=True)
 
 
 def leave(message: str, status: int = 2) -> typer.Exit:
-    """Say why on one line; return the exception that ends the command with `status`."""
+    """Say why on one line; return the exception that ends the command with `status`, in all processes if in one.
+
+    All but the first leave with 0: at the first other status torchrun would end the rest, and the first may not have
+    spoken yet.
+    """
     say(" ".join(message.split()))
-    return typer.Exit(status)
+    return typer.Exit(status if launch.is_first() else 0)
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether Python or PyTorch's CPU allocator, which raises a bare RuntimeError, found no memory."""
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    """Whether Python or one of PyTorch's allocators, which raise RuntimeErrors, found no memory."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "CUDA out of memory")
+    )
 
 
 class OneLineGroup(TyperGroup):
@@ -41,7 +50,7 @@ class OneLineGroup(TyperGroup):
                 sys.exit(error.exit_code)
             command = error.ctx.command_path if error.ctx else "adafactor"
             say(" ".join(f"{error.format_message().rstrip('.')} (see {command} --help)".split()))
-            status = error.exit_code
+            status = error.exit_code if launch.is_first() else 0  # as in leave
         except OSError as error:
             if error.filename is not None:
                 raise

@@ -57,12 +57,24 @@ def draw_curve(run: Run, path: Path) -> None:
 
 
 def show(run: Run, folder: Path, console: Console) -> None:
-    """Print the table of results and a sample of what the model writes."""
+    """Print the table of results and a sample of what the model writes; of several processes, the first prints."""
+    if run.world.is_first:
+        console.print(results(run, folder))
+    sample = generate(run.model, b"\n", SAMPLE_BYTES, seconds=SAMPLE_SECONDS, agree=run.world.any)
+    if run.world.is_first:
+        console.print(Text("\nThe model writes:", style="bold"))
+        console.print(Text(printable(sample, console.encoding)), soft_wrap=True)
+
+
+def results(run: Run, folder: Path) -> Table:
+    """Make the table of results."""
     result = run.summary(folder)
     parameter_bytes = result["parameter_bytes"]
+    arrangement = run.world.arrangement
+    where = "" if arrangement.alone else f", in the first of {arrangement.processes} processes"
 
     def state(count: int) -> str:
-        return f"{size(count)} ({percent(count / parameter_bytes)} of the parameters)"
+        return f"{size(count)} ({percent(count / parameter_bytes)} of the parameters{where})"
 
     table = Table(show_header=False, title=f"{run.config.optimizer}: {run.step} steps", title_justify="left")
     table.add_column(style="bold")
@@ -75,10 +87,7 @@ def show(run: Run, folder: Path, console: Console) -> None:
         ("AdamW would keep", state(result["adamw_state_bytes"])),
         ("time", f"{run.seconds:.0f} s at {result['tokens_per_second']:,.0f} tokens/s"),
         ("in the optimizer", f"{result['optimizer_share']:.1%} of the steps' time"),
-        ("written", f"checkpoint.pt, metrics.csv and curve.png in {folder}"),
+        ("written", f"{run.world.checkpoint_name}, metrics.csv and curve.png in {folder}"),
     ):
         table.add_row(name, Text(value))
-    console.print(table)
-    sample = generate(run.model, b"\n", SAMPLE_BYTES, seconds=SAMPLE_SECONDS)
-    console.print(Text("\nThe model writes:", style="bold"))
-    console.print(Text(printable(sample, console.encoding)), soft_wrap=True)
+    return table

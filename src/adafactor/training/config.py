@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import torch
 
+from . import launch
 from .errors import InputError
 from .model import HEAD_WIDTH, parameter_count
 
@@ -15,6 +17,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # once it is used, with no word to the user.
 MOST_PARAMETERS = 250_000_000
 MOST_BATCH_BYTES = 2**20
+
+
+def default_threads() -> int:
+    """Return PyTorch's choice of CPU threads, split between the processes that share the machine.
+
+    OMP_NUM_THREADS, which torchrun sets to 1 where nobody else has, is a choice for each process already.
+    """
+    threads = torch.get_num_threads()
+    return threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // launch.processes_here())
 
 
 def _within(option: str, value: int, least: int, most: int) -> None:
@@ -42,7 +53,7 @@ class Config:
     options: tuple[str, ...] = ()
     seed: int = 0
     dtype: str = "float32"
-    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
+    threads: int = dataclasses.field(default_factory=default_threads)
 
     def __post_init__(self) -> None:
         _within("--steps", self.steps, 1, 10**9)

@@ -5,6 +5,7 @@ Bytes go in, logits over the next byte come out. Pre-norm blocks, rotary positio
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
@@ -32,16 +33,15 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = width // HEAD_WIDTH
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix each position with those before it."""
-        batch, length, width = x.shape
-        q, k, v = self.query_key_value(x).view(batch, length, 3, self.heads, HEAD_WIDTH).permute(2, 0, 3, 1, 4)
+        # The rows of query_key_value lie head by head: a process that has some heads has a block of rows.
+        q, k, v = self.query_key_value(x).unflatten(-1, (-1, 3, HEAD_WIDTH)).permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
-        mixed: Tensor = self.output(y.transpose(1, 2).reshape(batch, length, width))
+        mixed: Tensor = self.output(y.transpose(1, 2).flatten(2))
         return mixed
 
 
@@ -119,18 +119,20 @@ def generate(
     seed: int = 0,
     temperature: float = 0.8,
     seconds: float = math.inf,
+    agree: Callable[[bool], bool] = bool,
 ) -> bytes:
     """Continue `prompt` (at least one byte) by `length` bytes drawn from the model; the same seed, the same bytes.
 
-    After `seconds` it ends early, with what there is.
+    After `seconds` it ends early, with what there is. Processes that share the model all call this; `agree` tells
+    whether the time is up for any of them.
     """
     deadline = time.monotonic() + seconds
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)])
     for _ in range(length):
-        if time.monotonic() >= deadline:
+        if agree(time.monotonic() >= deadline):
             break
-        logits = model(text[:, -model.context :])[0, -1].float()
+        logits = model(text[:, -model.context :].to(model.cos.device))[0, -1].float().cpu()
         drawn = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
         text = torch.cat((text, drawn[None]), dim=1)
     return bytes(text[0].tolist())

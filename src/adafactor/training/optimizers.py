@@ -3,10 +3,11 @@
 import ast
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -100,12 +101,20 @@ def _refusal(name: str, error: Exception) -> InputError:
     return InputError(f"optimizer {name} refuses its options: {str(error) or type(error).__name__}")
 
 
-def try_out(name: str, lr: float | None, options: Sequence[str], dtype: torch.dtype = torch.float32) -> None:
+def try_out(
+    name: str,
+    lr: float | None,
+    options: Sequence[str],
+    dtype: torch.dtype = torch.float32,
+    split: Callable[[Tensor], Tensor] = torch.clone,
+) -> None:
     """Take one step on parameters of a dtype made for it: some options pass the constructor and fail only there.
 
-    Raises InputError where `build` would, and where the step fails. May draw from PyTorch's generator.
+    So do some optimizers where `split` makes sharded tensors. Raises InputError where `build` would, and where the step
+    fails. May draw from PyTorch's generator.
     """
-    parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 2), (2,))]  # the ranks the model has
+    shapes = ((64, 2), (64,))  # the ranks the model has, and rows for many processes
+    parameters = [Parameter(split(torch.ones(shape, dtype=dtype))) for shape in shapes]
     optimizer = build(name, parameters, lr, options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -120,13 +129,18 @@ def sets_own_steps(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, BaseAdafactor) and optimizer.rule(optimizer.param_groups[0]).relative
 
 
+def _bytes_here(value: Any) -> int:
+    """Bytes of a tensor in this process: all, or those of its shard."""
+    return int((value.to_local() if hasattr(value, "to_local") else value).nbytes)
+
+
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors the optimizer keeps between steps."""
+    """Bytes of all tensors the optimizer keeps between steps, in this process."""
     return sum(
-        value.nbytes for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")
+        _bytes_here(value) for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")
     )
 
 
 def adamw_state_bytes(parameters: Iterable[Parameter]) -> int:
-    """Bytes AdamW would keep for these parameters: two moments each, and a float32 step count per tensor."""
-    return sum(2 * parameter.nbytes + 4 for parameter in parameters)
+    """Bytes AdamW would keep for these parameters in this process: two moments and a float32 step count for each."""
+    return sum(2 * _bytes_here(parameter) + 4 for parameter in parameters)

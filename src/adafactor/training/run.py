@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from . import checkpoint, optimizers
@@ -16,6 +17,7 @@ from .data import Text, batch, validation_windows
 from .errors import DivergedError, InputError, InterruptedRunError
 from .metrics import Row, to_csv
 from .model import Transformer
+from .world import World
 
 
 @dataclasses.dataclass
@@ -38,16 +40,21 @@ class Sums:
 class Run:
     """A run that stands between two steps: `step` of them are done.
 
-    Sets PyTorch's thread count and seed to the configuration's. Raises InputError where the optimizer refuses its
-    options.
+    Sets PyTorch's thread count and seed to the configuration's. All processes of `world` make it and call its methods
+    together. Raises InputError where the optimizer refuses its options, and where the world cannot split the work.
     """
 
-    def __init__(self, config: Config, text: Text) -> None:
+    def __init__(self, config: Config, text: Text, world: World | None = None) -> None:
+        self.world = world or World()
+        self.world.arrangement.check(config)
+        if self.world.any(text.fingerprint != self.world.first(text.fingerprint)):
+            raise InputError("the text is not the same for all processes")
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config = config
         self.text = text
         self.model = Transformer(config.width, config.layers, config.context).to(DTYPES[config.dtype])
+        self.world.place(self.model)
         self.optimizer = optimizers.build(config.optimizer, self.model.parameters(), config.lr, config.options)
         self.scheduler = None
         if not optimizers.sets_own_steps(self.optimizer):
@@ -60,13 +67,13 @@ class Run:
         self.evaluation_seconds = 0.0
 
     @classmethod
-    def resume(cls, state: dict[str, Any], config: Config, text: Text) -> "Run":
-        """Continue from what `state()` returned. Raises InputError if `text` is not the one trained on so far."""
-        if text.fingerprint != state["fingerprint"]:
-            raise InputError("the text has changed since the checkpoint was written: this run cannot be resumed")
-        run = cls(config, text)
-        run.model.load_state_dict(state["model"])
-        run.optimizer.load_state_dict(state["optimizer"])
+    def resume(cls, state: dict[str, Any], config: Config, text: Text, world: World | None = None) -> "Run":
+        """Continue from what `checkpoint.load` returned. Raises InputError if `text` is not the one trained on."""
+        with (world or World()).together():
+            if text.fingerprint != state["fingerprint"]:
+                raise InputError("the text has changed since the checkpoint was written: this run cannot be resumed")
+        run = cls(config, text, world)
+        run.world.load(state, run.model, run.optimizer)
         if run.scheduler is not None:
             run.scheduler.load_state_dict(state["scheduler"])
         run.step = state["step"]
@@ -76,14 +83,13 @@ class Run:
         run.evaluation_seconds = state["evaluation_seconds"]
         return run
 
-    def state(self) -> dict[str, Any]:
-        """Return all a later process needs to go on as if never stopped, as plain values and tensors."""
+    def values(self) -> dict[str, Any]:
+        """Return all that a later process needs beside the model and the optimizer, as plain values."""
         return {
             "config": self.config.to_dict(),
             "fingerprint": self.text.fingerprint,
             "torch": str(torch.__version__),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "processes": self.world.arrangement.processes,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "step": self.step,
             "rows": [dataclasses.asdict(row) for row in self.rows],
@@ -111,11 +117,15 @@ class Run:
         """Take one step, and add a row to the metrics when one is due. Raises DivergedError on a non-finite loss."""
         began = time.perf_counter()
         config = self.config
-        loss = self.model.loss(batch(self.text.train, config.context, config.batch, config.seed, self.step))
-        self._check(loss.item())
+        windows = batch(self.text.train, config.context, config.batch, config.seed, self.step)
+        loss = self.model.loss(self.world.share(windows))
+        mean = self.world.mean(loss.item())
+        self._check(mean)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.world.wait()
         before = time.perf_counter()
         self.optimizer.step()
+        self.world.wait()
         optimizer_seconds = time.perf_counter() - before
         self.optimizer.zero_grad()
         lr = float(self.optimizer.param_groups[0]["lr"])
@@ -124,7 +134,7 @@ class Run:
         self.step += 1
         seconds = time.perf_counter() - began
         for sums in (self.since_row, self.total):
-            sums.add(loss.item(), seconds, optimizer_seconds)
+            sums.add(mean, seconds, optimizer_seconds)
         if self.evaluates or self.step % config.row_every == 0:
             self._record(lr)
 
@@ -152,11 +162,13 @@ class Run:
     def evaluate(self) -> float:
         """Return the bits per byte the model needs for the validation windows: cross-entropy / ln 2."""
         began = time.perf_counter()
-        losses = [self.model.loss(part).item() * len(part) for part in torch.split(self.validation, 32)]
-        nats = sum(losses) / len(self.validation)
+        nats = sum(self._loss(part) * len(part) for part in torch.split(self.validation, 32)) / len(self.validation)
         self.evaluation_seconds += time.perf_counter() - began
         self._check(nats)
         return nats / math.log(2)
+
+    def _loss(self, windows: Tensor) -> float:
+        return self.world.mean(self.model.loss(self.world.share(windows)).item())
 
     def _check(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -168,20 +180,25 @@ class Run:
         self.rows.append(Row(0, None, None, bits, None, None, self.seconds))
 
     def save(self, folder: Path) -> Path:
-        """Write checkpoint.pt and metrics.csv, each whole or not at all (SaveError); return the checkpoint's path."""
-        path = folder / checkpoint.NAME
-        checkpoint.write_atomically(path, lambda file: torch.save(self.state(), file))
+        """Write the checkpoint and metrics.csv, each whole or not at all (SaveError); return the checkpoint's path."""
+        path = self.world.save(folder, self.model, self.optimizer, self.values())
         # After the checkpoint: if the disk fills up in between, the metrics must not be ahead of it.
         metrics = to_csv(self.rows).encode()
-        checkpoint.write_atomically(folder / "metrics.csv", lambda file: file.write(metrics))
+        with self.world.together():
+            if self.world.is_first:
+                checkpoint.write_atomically(folder / "metrics.csv", lambda file: file.write(metrics))
         return path
 
     def summary(self, folder: Path) -> dict[str, Any]:
-        """Return the result of a finished run, as JSON has it; sizes in bytes, the rest as in the metrics."""
-        parameters = list(self.model.parameters())
+        """Return the result of a finished run, as JSON has it; sizes in bytes, the rest as in the metrics.
+
+        All numbers are of the whole job but state_bytes and adamw_state_bytes, which are of this process.
+        """
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return {
             "optimizer": self.config.optimizer,
             "steps": self.step,
+            "processes": self.world.arrangement.processes,
             "start_bits_per_byte": self.rows[0].val_bits_per_byte,
             "val_bits_per_byte": self.rows[-1].val_bits_per_byte,
             "parameters": sum(parameter.numel() for parameter in parameters),
@@ -192,7 +209,7 @@ class Run:
             "tokens_per_second": self.tokens_per_second(self.total),
             "optimizer_share": self.total.optimizer_seconds / self.total.seconds,
             "text_bytes": self.text.size,
-            "checkpoint": str(folder / checkpoint.NAME),
+            "checkpoint": str(folder / self.world.checkpoint_name),
         }
 
 
