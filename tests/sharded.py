@@ -514,3 +514,125 @@ def many(count: int) -> list[int]:
         with collectives() as sent:
             optimizer.step()
     return sent
+
+
+# Checkpoints
+
+
+def feed(model: nn.Module, t: int) -> None:
+    """The same gradients whatever the world."""
+    params = list(model.parameters())
+    _, grads = random_steps([tuple(p.shape) for p in params], 1, seed=t)
+    for p, g in zip(params, grads[0], strict=True):
+        p.grad = torch.zeros_like(p)
+        copy_whole(p.grad, g.to(p.dtype))
+
+
+def another(how: str, dialect: str, options: dict[str, Any], start: str = "values") -> tuple[nn.Module, Any]:
+    """A model in a split and its optimizer; with other values unless they are asked for."""
+    model = Model()
+    if start == "others":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7.0)
+    split(model, how)
+    return model, optimizer_of(dialect)(model.named_parameters(), **options)
+
+
+def advance(model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
+    for t in steps:
+        feed(model, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole_of(p) for p in model.parameters()]
+
+
+def uninterrupted(dialect: str, options: dict[str, Any]) -> list[Tensor]:
+    return advance(*another("whole", dialect, options), range(6))
+
+
+def save(how: str, path: str, dialect: str, options: dict[str, Any], flat: bool) -> None:
+    """Three steps, and a distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model, optimizer = another(how, dialect, options)
+    advance(model, optimizer, range(3))
+    values, state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    dcp.save({"model": values, "optimizer": state}, checkpoint_id=path)
+
+
+def resume(how: str, path: str, dialect: str, options: dict[str, Any], flat: bool) -> list[Tensor]:
+    """Three steps more in another world."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    model, optimizer = another(how, dialect, options, "others")
+    asked = StateDictOptions(flatten_optimizer_state_dict=flat)
+    values, state = get_state_dict(model, optimizer, options=asked)
+    dcp.load({"model": values, "optimizer": state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state, options=asked)
+    return advance(model, optimizer, range(3, 6))
+
+
+def whole_state(how: str, dialect: str, options: dict[str, Any], path: str) -> None:
+    """Three steps, and a file of whole tensors, written by the first process."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model, optimizer = another(how, dialect, options)
+    advance(model, optimizer, range(3))
+    asked = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    values, state = get_state_dict(model, optimizer, options=asked)
+    if dist.get_rank() == 0:
+        torch.save({"model": values, "optimizer": state}, path)
+    dist.barrier()
+
+
+def from_whole_state(how: str, dialect: str, options: dict[str, Any], path: str, by: str) -> list[Tensor]:
+    """Three steps more from such a file."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, optimizer = another(how, dialect, options, "others")
+    broadcast = by == "the first"
+    saved = {"model": {}, "optimizer": {}}
+    if dist.get_rank() == 0 or not broadcast:
+        saved = torch.load(path, weights_only=True)
+    asked = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, saved["model"], options=asked)
+    set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=asked)
+    return advance(model, optimizer, range(3, 6))
+
+
+def by_its_own(to: str, dialect: str, options: dict[str, Any]) -> list[Tensor]:
+    """The optimizer's own state_dict() of shards, loaded by load_state_dict() of another split."""
+    model, optimizer = another("fsdp", dialect, options)
+    values = advance(model, optimizer, range(3))
+    other, second = another(to, dialect, options, "others")
+    for p, x in zip(other.parameters(), values, strict=True):
+        copy_whole(p, x)
+    second.load_state_dict(optimizer.state_dict())
+    return advance(other, second, range(3, 6))
+
+
+def primed(how: str, dialect: str, options: dict[str, Any]) -> bool:
+    """Whether asking for the state of a fresh optimizer leaves everything as it is."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, optimizer = another(how, dialect, options)
+    before = states(optimizer)
+    get_optimizer_state_dict(model, optimizer)
+    return all(torch.equal(a, b) for a, b in zip(before, states(optimizer), strict=True))
+
+
+def step_counts(path: str) -> set[float]:
+    """All step counts of a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    names = [name for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata if name.endswith(".step")]
+    found = {name: torch.zeros(()) for name in names}
+    dcp.load(found, checkpoint_id=path)
+    return {float(step) for step in found.values()}

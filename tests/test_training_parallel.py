@@ -30,7 +30,7 @@ from adafactor.training.run import train as train_run
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="gloo under torchrun, and the signals of POSIX")
 
 # Those that take sharded parameters.
-OPTIMIZERS = ["adamw"]
+OPTIMIZERS = ["adafactor"]
 
 STEPS = 100
 TINY = ["--batch", "4", "--width", "64", "--layers", "1", "--context", "16", "--threads", "1"]
