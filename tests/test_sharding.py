@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sharded
 from helpers import BACKENDS
@@ -213,3 +217,10 @@ def test_clipping_by_the_norm_of_all_gradients(size, how, largest):
         assert max(offs) <= 1
         for mine, theirs in norms:
             assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_a_sharded_step_reads_nothing_back_from_the_device():
+    """On an accelerator each read waits for all work before it."""
+    script = Path(__file__).parent / "shards_without_values.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "nobody has read anything\n", done.stderr

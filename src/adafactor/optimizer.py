@@ -162,11 +162,24 @@ class BaseAdafactor(torch.optim.Optimizer):
         """Make what is missing of the state of parameters that will have gradients, before the first step or a save."""
         # lr has no part in it, and may be bad for now.
         rule = self.rule({**group, "lr": 0.0})
+        knows = self._knows_steps(rule)
         for p in group["params"]:
             if p.requires_grad and not p.is_meta and not is_lazy(p):
                 plan = self._plan(p, group)
                 if self._steps_of(p) == 0 or state.fits(self.state[p], plan, self.layout):
-                    state.ensure(self.state[p], p, plan, rule, self.layout)
+                    state.ensure(self.state[p], p, plan, rule, self.layout, _counts(p, knows))
+
+    def _knows_steps(self, rule: Rule) -> bool:
+        """Whether the host knows which steps are taken.
+
+        It does not with skip_nonfinite, or where another process may call a step of everything off.
+        """
+        return rule.skip is None and not self._is_shared
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other processes have parts of a parameter."""
+        return any(sharding.is_shared(p) for group in self.param_groups for p in group["params"])
 
     def _plan(self, p: Tensor, group: Mapping[str, Any]) -> Plan:
         return self.factoring(group).plan(tuple(p.shape))
@@ -221,7 +234,7 @@ class BaseAdafactor(torch.optim.Optimizer):
 
         for group, rule in zip(self.param_groups, rules, strict=True):
             # Where the host does not count the steps, it would wait for who does.
-            if rule.relative and (rule.skip is None or all(p.device.type == "cpu" for p in group["params"])):
+            if rule.relative and (all(p.device.type == "cpu" for p in group["params"]) or self._knows_steps(rule)):
                 self._show_lr(group, rule)
         if program is not self._program:
             self._program = program
@@ -261,8 +274,8 @@ class BaseAdafactor(torch.optim.Optimizer):
             self._propose(params, settings)
             unready = self._check(rules, settings)
             _refuse_capture({p.device for p in found.params})
-            for p, plan, rule in unready:
-                state.ensure(self.state[p], p, plan, rule, self.layout)
+            for p, plan, rule, counts in unready:
+                state.ensure(self.state[p], p, plan, rule, self.layout, counts)
         except Exception:
             self._meeting.withdraw(params)
             raise
@@ -356,11 +369,14 @@ class BaseAdafactor(torch.optim.Optimizer):
         item = batching.item(p, self._plan(p, group), {}, self.rule({**group, "lr": 0.0}).form, self.layout)
         return is_finite(item, state.arithmetic(p.dtype))
 
-    def _check(self, rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> list[tuple[Tensor, Plan, Rule]]:
+    def _check(
+        self, rules: Sequence[Rule], settings: Sequence[batching.Setting]
+    ) -> list[tuple[Tensor, Plan, Rule, torch.device]]:
         """Refuse gradients and state that no step can be taken for. Returns the parameters whose state is not ready."""
-        unready: list[tuple[Tensor, Plan, Rule]] = []
+        unready: list[tuple[Tensor, Plan, Rule, torch.device]] = []
         for index, (group, rule, setting) in enumerate(zip(self.param_groups, rules, settings, strict=True)):
             before = self._factored.get(id(group), setting.factoring)
+            knows = self._knows_steps(rule)
             for position, p in enumerate(group["params"]):
                 if not batching.takes_part(p):
                     continue
@@ -368,10 +384,11 @@ class BaseAdafactor(torch.optim.Optimizer):
                     checks.gradient(p, p.grad, group, index, position)
                 if p not in self.state:
                     self._check_swapped(p, group, index, position)
-                own, plan = self.state.get(p), self._plan(p, group)
-                if not own or before != setting.factoring or not state.ready(own, p, plan, rule, self.layout):
+                own, plan, counts = self.state.get(p), self._plan(p, group), _counts(p, knows)
+                is_ready = own and state.ready(own, p, plan, rule, self.layout, counts)
+                if not is_ready or before != setting.factoring:
                     self._check_plan(p, plan, before.plan(plan.shape), group, index, position)
-                    unready.append((p, plan, rule))
+                    unready.append((p, plan, rule, counts))
         return unready
 
     def taken(self) -> list[backends.Taken]:
@@ -513,6 +530,11 @@ class BaseAdafactor(torch.optim.Optimizer):
 def _zero() -> Tensor:
     # Not as an inference tensor, which no later step could write to.
     return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def _counts(p: Tensor, knows: bool) -> torch.device:
+    """Where p's steps are counted: by the host, if it knows which are taken."""
+    return torch.device("cpu") if knows else p.device
 
 
 def _is_zero(lr: float | Tensor) -> bool:

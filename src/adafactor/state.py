@@ -2,8 +2,8 @@
 
 It holds ``step`` (float32, 0-d, on the CPU), R and C or V, and m where the rule has momentum, under the names and in
 the shapes of the dialect's layout, and the compensation of rounding="kahan": checkpoint tools take the names of what
-they restore from it. Where steps may be skipped on an accelerator, ``step`` is there, beside its parameter: the host
-does not know which are.
+they restore from it. Where steps may be called off on an accelerator, ``step`` is there, beside its parameter: the
+host does not know which are. Of a DTensor they are DTensors, all but ``step``.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def fits(state: Mapping[str, Any], plan: Plan, layout: Layout) -> bool:
     return beside == {plan.shape} and shapes == layout.shapes(plan)
 
 
-def ready(state: Mapping[str, Any], p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> bool:
+def ready(state: Mapping[str, Any], p: Tensor, plan: Plan, rule: Rule, layout: Layout, counts: torch.device) -> bool:
     """Whether a step can use a state as it is: everything is there, for this plan, where p is, in the right dtype.
 
-    A compensation that is not wanted is not left to be taken for one later.
+    A compensation that is not wanted is not left to be taken for one later. counts is where steps are counted.
     """
     wanted = tensors(plan, rule, layout, p.dtype)
     return (
-        _step_is_kept(state, p, rule)
+        _step_is_kept(state, counts)
         and (COMPENSATION in state) == (COMPENSATION in wanted)
         and all(
             (value := state.get(name)) is not None
@@ -88,16 +88,16 @@ def dims(name: str, plan: Plan, layout: Layout) -> tuple[int | None, ...]:
 
 
 @torch.inference_mode(False)
-def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout) -> None:
+def ensure(state: State, p: Tensor, plan: Plan, rule: Rule, layout: Layout, counts: torch.device) -> None:
     """Make what p's state lacks, all of it where it was made for another plan, and move what p has moved away from.
 
-    Never as inference tensors, which no later step could write to.
+    counts is where steps are counted. Never as inference tensors, which no later step could write to.
     """
     if not fits(state, plan, layout):
         for name in ("step", *layout.names, COMPENSATION):
             state.pop(name, None)
-    if not _step_is_kept(state, p, rule):
-        state["step"] = torch.tensor(steps(state), dtype=torch.float32, device=_step_device(p, rule))
+    if not _step_is_kept(state, counts):
+        state["step"] = torch.tensor(steps(state), dtype=torch.float32, device=counts)
     wanted = tensors(plan, rule, layout, p.dtype)
     if COMPENSATION not in wanted:
         state.pop(COMPENSATION, None)
@@ -149,16 +149,7 @@ def _zeros(p: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, pla
     return sharding.like(p, zeros.view([1 if i is None else here.shape[i] for i in of]), of)
 
 
-def _step_device(p: Tensor, rule: Rule) -> torch.device:
-    return torch.device("cpu") if rule.skip is None else p.device
-
-
-def _step_is_kept(state: Mapping[str, Any], p: Tensor, rule: Rule) -> bool:
+def _step_is_kept(state: Mapping[str, Any], counts: torch.device) -> bool:
     """Whether the step count is where it is kept: tools move all tensors of a state at once, or put an int there."""
     step = state.get("step")
-    return (
-        isinstance(step, Tensor)
-        and step.dtype is torch.float32
-        and step.dim() == 0
-        and step.device == _step_device(p, rule)
-    )
+    return isinstance(step, Tensor) and step.dtype is torch.float32 and step.dim() == 0 and step.device == counts
