@@ -26,6 +26,7 @@ ORDER = [
     ["state"],
     ["meeting", "parts"],
     ["batching", "saving"],
+    ["readings"],
     ["optimizer"],
     [
         "dialects",

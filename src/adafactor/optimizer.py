@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from . import backends, batching, checks, saving, sharding, state
-from .layouts import Layout
 from .meeting import Meeting
-from .parts import Measured
-from .reference import is_finite, norm
+from .readings import Readings, is_zero, zero
 from .rounding import ROUNDINGS
 from .rule import Rule
-from .shapes import MODES, Factoring, Plan
+from .shapes import Factoring, Plan
 from .sweeps import Columns
 
 
@@ -31,39 +28,24 @@ class Ready(NamedTuple):
     columns: tuple[Columns, list[Tensor]]
 
 
-class BaseAdafactor(torch.optim.Optimizer):
+class BaseAdafactor(Readings):
     """What all dialects share. A dialect sets ``layout``, defines ``rule`` and has its own arguments.
 
     A parameter's state (see ``state.py``) is made at once where it requires a gradient, else at its first gradient.
     """
 
-    layout: ClassVar[Layout]
-    """The layout that ``state_dict()`` writes."""
-
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        # rms(p) of the last step, for step_sizes() and for layouts that save it: derived, so no state.
-        self._rms: dict[Tensor, Measured | float] = {}
         # What a relative group's lr was last set to show, by the group's id: another value is somebody else's.
         self._shown: dict[int, float] = {}
         # What a group's state was factored by, by the group's id: equal sizes hide a change from the state's shapes.
         self._factored: dict[int, Factoring] = {}
-        self._warned_lr = self._warned_gradient = False
-        self._program: batching.Program | None = None
-        self._meeting = Meeting()
-        self._norm: Tensor | None = None
         # The shapes of a group's parameters as they were added, by the group's id.
         self._shapes: dict[int, list[tuple[int, ...] | None]] = {}
-        # Whether the gradients of the last step were not finite, slice by slice, where it looked.
-        self._bad: dict[Tensor, Tensor] = {}
-        self._skipped = _zero()
+        self._warned_lr = self._warned_gradient = False
+        self._meeting = Meeting()
         # Every group may give its own lr; all other defaults have to be good even if no group ends up with them.
         self._check_group({**defaults, "lr": 0.0 if defaults["lr"] is None else defaults["lr"]})
         super().__init__(params, defaults)
-
-    @staticmethod
-    def rule(group: Mapping[str, Any]) -> Rule:
-        """What a step of the group computes. Raises a ValueError that names the argument, its rule and its value."""
-        raise NotImplementedError
 
     @staticmethod
     def common(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,14 +57,6 @@ class BaseAdafactor(torch.optim.Optimizer):
             "skip": checks.skip("skip_nonfinite", group.get("skip_nonfinite", False)),
         }
 
-    @staticmethod
-    def factoring(group: Mapping[str, Any]) -> Factoring:
-        """Which of the group's shapes are factored, and over which dims. Raises a ValueError like ``rule``."""
-        return Factoring(
-            checks.choice("factor", group.get("factor", "last"), MODES),
-            checks.count("min_dim_size_to_factor", group.get("min_dim_size_to_factor", 0)),
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy has to save and show what the original does.
         own = {"_rms": self._rms, "_warned_lr": self._warned_lr, "_skipped": self._skipped}
@@ -92,7 +66,7 @@ class BaseAdafactor(torch.optim.Optimizer):
         super().__setstate__(state)
         if not hasattr(self, "_skipped"):
             # Pickled by a version that had none.
-            self._skipped = _zero()
+            self._skipped = zero()
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
         self._shapes = {}
@@ -180,12 +154,6 @@ class BaseAdafactor(torch.optim.Optimizer):
     def _is_shared(self) -> bool:
         """Whether other processes have parts of a parameter."""
         return any(sharding.is_shared(p) for group in self.param_groups for p in group["params"])
-
-    def _plan(self, p: Tensor, group: Mapping[str, Any]) -> Plan:
-        return self.factoring(group).plan(tuple(p.shape))
-
-    def _steps_of(self, p: Tensor) -> float:
-        return state.steps(self.state.get(p))
 
     def _forget_swapped(self) -> None:
         """Let go of tensors that are in no group any more: of state without steps, and of what is derived."""
@@ -325,50 +293,6 @@ class BaseAdafactor(torch.optim.Optimizer):
                     found.append((p, index, self._plan(p, group), setting.form))
         self._meeting.propose(params, found)
 
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients of the last step together, before they were clipped: 0-d, where they are.
-
-        None without max_grad_norm, and before the first step. The same on all processes where parameters are sharded.
-        """
-        return self._norm
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """How many steps left something as it was, since a gradient was not finite: 0-d, int64, where they looked.
-
-        Since the optimizer was made, or copied from: it is no part of the state dict. A copy, which waits for nobody
-        until it is read.
-        """
-        return self._skipped.clone()
-
-    def nonfinite_parameters(self) -> list[str]:
-        """The parameters whose gradients are not finite, by name, or as "parameter 0 of group 0" without names.
-
-        With skip_nonfinite, the gradients of the last step, as it saw them; without, and before the first step, those
-        that are there now (under a GradScaler, as they are scaled). Finite means that the squares, and their sums over
-        rows and over columns, are, in float32 (float64 for float64 parameters). Reads from the devices, so it may wait
-        for them.
-
-        Raises:
-            RuntimeError: a gradient is sparse.
-        """
-        found = []
-        for index, group in enumerate(self.param_groups):
-            for position, p in enumerate(group["params"]):
-                if self._program is not None and group.get("skip_nonfinite"):
-                    bad = p in self._bad and bool(self._bad[p].any())
-                else:
-                    bad = p.grad is not None and not self._is_finite(p, p.grad, group, index, position)
-                if bad:
-                    found.append(checks.name(group, index, position))
-        return found
-
-    def _is_finite(self, p: Tensor, g: Tensor, group: Mapping[str, Any], index: int, position: int) -> bool:
-        checks.gradient(p, g, group, index, position)
-        item = batching.item(p, self._plan(p, group), {}, self.rule({**group, "lr": 0.0}).form, self.layout)
-        return is_finite(item, state.arithmetic(p.dtype))
-
     def _check(
         self, rules: Sequence[Rule], settings: Sequence[batching.Setting]
     ) -> list[tuple[Tensor, Plan, Rule, torch.device]]:
@@ -390,22 +314,6 @@ class BaseAdafactor(torch.optim.Optimizer):
                     self._check_plan(p, plan, before.plan(plan.shape), group, index, position)
                     unready.append((p, plan, rule, counts))
         return unready
-
-    def taken(self) -> list[backends.Taken]:
-        """What the next step of each parameter takes: see ``backends.why``."""
-        taken: list[backends.Taken] = []
-        params = [p for group in self.param_groups for p in group["params"]]
-        shared = {id(params[place]) for place in batching.sharing(list(map(sharding.local, params)))}
-        for index, group in enumerate(self.param_groups):
-            choice, rule = backends.choose(group), self.rule({**group, "lr": 0.0})
-            for position, p in enumerate(group["params"]):
-                item = batching.item(p, self._plan(p, group), self.state.get(p, {}), rule.form, self.layout)
-                label = checks.label(group, index, position)
-                try:
-                    taken.append(backends.Taken(label, *backends.pick(choice, item, shared=id(p) in shared)))
-                except backends.Unsupported as error:
-                    taken.append(backends.Taken(label, choice.name, str(error)))
-        return taken
 
     def _check_swapped(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> None:
         """Refuse what is put in a parameter's place and has lost its shape."""
@@ -433,7 +341,7 @@ class BaseAdafactor(torch.optim.Optimizer):
 
     def _show_lr(self, group: dict[str, Any], rule: Rule) -> None:
         """Let a relative group's lr show its step size, unless it is 0, which stays: nothing moves then."""
-        if rule.relative and (group["lr"] is None or not _is_zero(rule.lr)) and not isinstance(group["lr"], Tensor):
+        if rule.relative and (group["lr"] is None or not is_zero(rule.lr)) and not isinstance(group["lr"], Tensor):
             group["lr"] = rule.step_size(max(map(self._steps_of, group["params"]), default=0.0))
             self._shown[id(group)] = group["lr"]
 
@@ -456,31 +364,6 @@ class BaseAdafactor(torch.optim.Optimizer):
                 "this optimizer was made, its parameters are others now: make the optimizer after that"
             )
             self._warned_gradient = True
-
-    def step_sizes(self) -> list[float | None]:
-        """The step size alpha of each group's first parameter that has stepped: rho, times its scale at the last step.
-
-        None for a group that has not stepped yet. rho is that of the group's present options. Reads the scale from the
-        device, so it may wait for an accelerator.
-        """
-        sizes: list[float | None] = []
-        for group in self.param_groups:
-            p = next((p for p in group["params"] if self._steps_of(p) > 0), None)
-            if p is None:
-                sizes.append(None)
-                continue
-            rule = self.rule(group)
-            rho = 0.0 if _is_zero(rule.lr) else rule.step_size(self._steps_of(p))
-            sizes.append(rho * max(self._rms_of(p), rule.eps2) if rule.scale else rho)
-        return sizes
-
-    def _rms_of(self, p: Tensor) -> float:
-        """rms(p) at the last step; without one, of p now: then all that share p have to call it."""
-        if p in self._rms:
-            known = self._rms[p]
-            return known if isinstance(known, float) else known.rms
-        squares = norm(sharding.local(p.detach()).to(state.arithmetic(p.dtype))).square()
-        return math.sqrt(float(sharding.total(squares, p)) / max(p.numel(), 1))
 
     # Saving and loading
 
@@ -526,20 +409,9 @@ class BaseAdafactor(torch.optim.Optimizer):
             post_hook(self)
 
 
-@torch.inference_mode(False)
-def _zero() -> Tensor:
-    # Not as an inference tensor, which no later step could write to.
-    return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
 def _counts(p: Tensor, knows: bool) -> torch.device:
     """Where p's steps are counted: by the host, if it knows which are taken."""
     return torch.device("cpu") if knows else p.device
-
-
-def _is_zero(lr: float | Tensor) -> bool:
-    """Whether the host knows lr to be 0: one on an accelerator it does not read."""
-    return not isinstance(lr, Tensor) and lr == 0
 
 
 def _refuse_capture(devices: Iterable[torch.device]) -> None:
