@@ -86,7 +86,8 @@ def estimate(
 ) -> Estimate:
     """What a dialect's optimizer will keep for these parameters: the bytes that its state then has.
 
-    Nothing is allocated, and parameters on the meta device will do.
+    Nothing is allocated, and parameters on the meta device will do. Sharded ones count whole: ``adafactor.bill`` has
+    what each process keeps.
 
     Args:
         model_or_params: a module, or what an optimizer takes: parameters, (name, parameter) pairs, or group dicts.
