@@ -1,9 +1,10 @@
-"""Write docs/arguments.md, every argument of every dialect and what it sets; and the tables of docs/precision.md.
+"""Write docs/arguments.md, every argument of every dialect and what it sets; and the tables of other pages.
 
     python docs/generate.py
 
 Nothing is written down twice. For the arguments, each is changed, and the table says which fields of the Rule, of the
-Factoring and of the choice of a backend are different then. Results are those of benchmarks/results.
+Factoring and of the choice of a backend are different then. Results are those of benchmarks/results, and the bill of
+distributed.md is that of adafactor.bill.
 """
 
 import csv
@@ -16,6 +17,10 @@ from pathlib import Path
 import torch
 
 from adafactor import backends, dialects
+from adafactor.bill import Mesh, bill
+from adafactor.cli.progress import size
+from adafactor.cli.report import percent
+from adafactor.models import MODELS
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -147,6 +152,36 @@ def with_results(text):
     )
 
 
+RANKS = (8, 64, 512, 4096)
+BILLS = [(name, Mesh(ranks)) for name in MODELS for ranks in RANKS]
+BILLS += [("llama-3.1-405b", Mesh(ranks, tensor_parallel=8)) for ranks in RANKS[1:]]
+BILLS += [("llama-3.1-405b", Mesh(ranks, replicas=8)) for ranks in RANKS[1:]]
+
+
+def bills():
+    """The table of what models cost each process."""
+    kept = ("parameters", "AdamW's state", "Adafactor's state")
+    header = ("model", "processes", *kept, "round 1", "round 2", "a step sends", "FSDP2 sends", "share")
+    lines = [header, ("---", "---", *["---:"] * (len(header) - 2))]
+    for name, mesh in BILLS:
+        found = bill(MODELS[name].weights, mesh, factor="last")
+        processes = f"{mesh.ranks:,}"
+        if mesh.tensor_parallel > 1:
+            processes += f", tensor parallel {mesh.tensor_parallel}"
+        if mesh.replicas > 1:
+            processes += f", {mesh.replicas} replicas"
+        rounds = [" + ".join(size(message.bytes) for message in each) for each in (found.first, found.second)]
+        sizes = map(size, (found.parameters, found.adamw, found.kept))
+        lines.append((name, processes, *sizes, *rounds, size(found.sent), size(found.fsdp), percent(found.share)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def with_bill(text):
+    """A document with the table of bills below the comment for it."""
+    return re.sub(r"<!-- bill -->\n(\|.*\n)*", lambda match: f"<!-- bill -->\n{bills()}\n", text)
+
+
 if __name__ == "__main__":
     (DOCS / "arguments.md").write_text(page())
     (DOCS / "precision.md").write_text(with_results((DOCS / "precision.md").read_text()))
+    (DOCS / "distributed.md").write_text(with_bill((DOCS / "distributed.md").read_text()))

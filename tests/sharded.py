@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -636,3 +636,60 @@ def step_counts(path: str) -> set[float]:
     found = {name: torch.zeros(()) for name in names}
     dcp.load(found, checkpoint_id=path)
     return {float(step) for step in found.values()}
+
+
+# What it costs
+
+
+@contextmanager
+def traffic():
+    """Count what FSDP2 sends: to gather, to reduce and scatter, and to reduce, as each process sends it in a ring."""
+    kinds = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+    sent = dict.fromkeys(kinds, 0.0)
+    # What works on one tensor has other names from one version of torch to the next.
+    kept = {name: getattr(dist, name) for name in dir(dist) if name.endswith(("_into_tensor", "_tensor", "_single"))}
+    kept["all_reduce"] = dist.all_reduce
+
+    def counting(name: str) -> Callable[..., Any]:
+        kind = next((kind for kind in kinds if name.startswith(kind)), None)
+
+        def collective(*args: Any, group: Any, **kwargs: Any) -> Any:
+            whole = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            sent[kind] += kinds[kind] * whole * (group.size() - 1) / group.size()
+            return kept[name](*args, group=group, **kwargs)
+
+        return collective if kind else kept[name]
+
+    for name in kept:
+        setattr(dist, name, counting(name))
+    try:
+        yield sent
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def cost(how: str, dialect: str, options: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """What a model costs this process, as it is measured: what it keeps, and what a step and FSDP2 send."""
+    model = split(Model().to(getattr(torch, dtype)), how)
+    if hasattr(model, "set_reshard_after_forward"):
+        model.set_reshard_after_forward(True)
+    adafactor = optimizer_of(dialect)(model.named_parameters(), **options)
+    adamw = torch.optim.AdamW(model.parameters())
+    for t in range(2):
+        with traffic() as fsdp:
+            backward(model, t)
+        with collectives() as sent:
+            adafactor.step()
+        adamw.step()
+        model.zero_grad()
+    found = {"sent": sent, "fsdp": list(fsdp.values()), "parameters": kept_of(model.parameters())}
+    for name, optimizer in (("adamw", adamw), ("state", adafactor)):
+        found[name] = kept_of(value for own in optimizer.state.values() for value in own.values())
+    return found
+
+
+def kept_of(tensors: Iterable[Any]) -> int:
+    """The bytes of what is here of tensors."""
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
+>>>>>>> 50aefd2e166fff9c0649279ca562b683eb7f5655

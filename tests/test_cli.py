@@ -428,7 +428,9 @@ def test_the_live_bar_says_that_it_will_stop():
     assert progress.STOPPING in console.file.getvalue()
 
 
-@pytest.mark.parametrize(("share", "text"), [(2.0, "200%"), (2.0001, "200%"), (0.25, "25%"), (0.0123, "1.2%")])
+@pytest.mark.parametrize(
+    ("share", "text"), [(2.0, "200%"), (2.0001, "200%"), (0.25, "25%"), (0.0123, "1.2%"), (0.000123, "0.012%")]
+)
 def test_shares_are_written_for_people(share: float, text: str):
     assert report.percent(share) == text
 
@@ -519,3 +521,73 @@ def test_bench_refuses_in_one_line(arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_memory_shows_what_each_process_keeps_and_sends(monkeypatch):
+    """Before anybody rents them: in a table, or in bytes."""
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = adafactor("memory", "--ranks", "8,64", "--ranks", "512").stdout
+    assert shown.startswith("llama-2-7b: 291 tensors, 6,738,415,616 float32 parameters.")
+    found = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in shown.splitlines() if "│" in line}
+    assert [text.strip() for text in found["AdamW's state"]] == ["6.7 GB", "842.3 MB", "106.4 MB"]
+    assert [text.strip() for text in found["round 1, all-reduces"]] == ["1"] * 3
+    assert found["round 2, bytes"] == found["step counts"]
+    arguments = "--ranks", "16", "--tensor-parallel", "2", "--replicas", "4", "-O", "max_grad_norm=1.0", "--json"
+    (result,) = json.loads(adafactor("memory", "--model", "llama-2-70b", *arguments).stdout)["bills"]
+    assert {result[name] for name in ("ranks", "tensor_parallel", "replicas")} == {16, 2, 4}
+    assert [message["processes"] for message in result["round_1"]] == [2, 2]
+    assert sum(result["state_by_kind"].values()) == result["state"] < result["adamw_state"] / 100
+    assert result["share"] == result["sent"] / result["fsdp_sent"]
+    assert result["fsdp_sent"] == result["fsdp_gathers"] + result["fsdp_scatters"] + result["fsdp_reduces"]
+    assert "between replicas" in adafactor("memory", "--ranks", "16", "--replicas", "4").stdout
+
+
+def test_memory_takes_the_users_shapes():
+    """One process keeps all and sends nothing: no word about that."""
+    shown = adafactor("memory", "8x6", "2*5").stdout
+    assert shown.startswith("8x6 2*5: 3 tensors, 58 float32 parameters.")
+    assert "232 B" in shown
+    assert "round" not in shown
+    (result,) = json.loads(adafactor("memory", "8x6", "--factor", "matrix", "--json").stdout)["bills"]
+    assert result["state_by_kind"] == {"R": 32, "C": 24, "V": 0, "m": 0, "compensation": 0, "step": 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt-5"], "--model should be one of llama-2-7b, llama-2-70b, llama-3.1-405b, got 'gpt-5'"),
+        (["8x6", "--model", "llama-2-7b"], "--model should be left out where SHAPES are given, got 'llama-2-7b'"),
+        (["8y6"], "a shape should be like 4096x4096, 200*64x64, 768 or gpt2, got '8y6'"),
+        (["--ranks", "8,few"], "--ranks should be whole numbers like 64 or 8,64,512, got '8,few'"),
+        (["--ranks", "0"], "ranks should be a whole number >= 1, got 0"),
+        (["--ranks", "12", "--replicas", "8"], "a multiple of tensor_parallel x replicas = 8, got 12"),
+        (["--ranks", "64", "--tensor-parallel", "64"], "tensor_parallel should divide the 32 heads of model.layers.0"),
+        (["8x6", "--ranks", "2", "--tensor-parallel", "2"], "--tensor-parallel should be 1 with SHAPES"),
+        (["--dtype", "int8"], "--dtype should be one of float32, float16, bfloat16, got 'int8'"),
+        (["--communication", "int8"], "--communication should be one of float32, float16, bfloat16, got 'int8'"),
+        (["--dialect", "adam"], "dialect should be one of big_vision, optax, "),
+        (["--factor", "rows"], "factor should be one of last, largest, matrix, got 'rows'"),
+        (["-O", "momentum"], "--option must be NAME=VALUE, got 'momentum'"),
+        (["-O", "momentum=0.9"], "unexpected keyword argument 'momentum'"),
+    ],
+)
+def test_memory_refuses_in_one_line(arguments, message):
+    result = adafactor("memory", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (13_200, "13.2 kB"),
+        (6_800_000, "6.8 MB"),
+        (10**9, "1.0 GB"),
+        (3 * 10**15, "3000.0 TB"),
+    ],
+)
+def test_bytes_are_written_for_people(count: int, text: str):
+    assert progress.size(count) == text

@@ -35,6 +35,13 @@ def test_the_tables_of_results_are_those_of_the_benchmarks():
     assert text.count(".csv -->\n| ") == 6
 
 
+def test_the_bill_is_what_the_code_says():
+    """Somebody rents a cluster by it: run docs/generate.py."""
+    text = (ROOT / "docs" / "distributed.md").read_text()
+    assert text == generator().with_bill(text)
+    assert text.count("| llama") == 18
+
+
 def test_there_is_python_in_the_readme():
     assert BLOCKS
 

@@ -14,7 +14,7 @@ PACKAGE = Path(adafactor.__file__).parent
 
 # What each module may import of the package: only what stands above it here, or in its own line.
 ORDER = [
-    ["shapes", "sharding"],
+    ["shapes", "sharding", "models"],
     ["checks"],
     ["rule", "rounding"],
     ["sweeps"],
@@ -38,7 +38,7 @@ ORDER = [
         "dialects.transformers",
     ],
     ["dialects.towhee"],
-    ["adafactor", "memory", "presets"],
+    ["adafactor", "memory", "bill", "presets"],
 ]
 LIBRARY = {name: level for level, names in enumerate(ORDER) for name in names}
 

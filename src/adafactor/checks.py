@@ -93,6 +93,13 @@ def count(name: str, value: Any) -> int:
     return int(value)
 
 
+def positive(name: str, value: Any) -> int:
+    """A whole number >= 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(f"{name} should be a whole number >= 1, got {value!r}")
+    return int(value)
+
+
 def fraction(name: str, value: Any) -> float:
     """A number in [0, 1]."""
     if not is_number(value) or not 0 <= value <= 1:

@@ -111,6 +111,11 @@ class Segments:
                 )
 
     @property
+    def links(self) -> list[Link]:
+        """The process group of each collective."""
+        return [link for link, _ in self._route]
+
+    @property
     def sent(self) -> list[int]:
         """The bytes of each collective."""
         width = self.values.element_size()

@@ -26,6 +26,14 @@ class Proposal(NamedTuple):
     facts: tuple[Any, ...]
 
 
+def sort(peers: Sequence[Peer], links: Links, joined: dict[frozenset[str], Link]) -> list[Exchange]:
+    """The exchanges of all shards: one for each dtype of the arithmetic and each device. See ``Exchange``."""
+    sorts: dict[tuple[torch.dtype, torch.device], dict[int, Peer]] = {}
+    for number, peer in enumerate(peers):
+        sorts.setdefault((arithmetic(peer.p.dtype), peer.p.device), {})[number] = peer
+    return [Exchange(some, *each, links, joined) for each, some in sorts.items()]
+
+
 class Meeting:
     """What is agreed on. ``exchanges`` are empty where no tensor is shared out."""
 
@@ -61,10 +69,7 @@ class Meeting:
         if facts == self._facts:
             return self.exchanges
         agree(links, facts)
-        sorts: dict[tuple[torch.dtype, torch.device], list[tuple[int, Peer]]] = {}
-        for number, peer in enumerate(peers):
-            sorts.setdefault((arithmetic(peer.p.dtype), peer.p.device), []).append((number, peer))
-        self.exchanges = [Exchange(dict(some), *sort, links, self._joined) for sort, some in sorts.items()]
+        self.exchanges = sort(peers, links, self._joined)
         self._facts = facts
         return self.exchanges
 

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, dialects, layouts, state
+from . import checks, dialects, layouts
+from .layouts import Layout
 from .optimizer import BaseAdafactor
+from .rule import Rule
+from .shapes import Plan
+from .state import arithmetic, tensors
 
 STEP_BYTES = 4
 """A step count is a float32."""
@@ -82,7 +86,8 @@ def estimate(
 ) -> Estimate:
     """What a dialect's optimizer will keep for these parameters: the bytes that its state then has.
 
-    Nothing is allocated, and parameters on the meta device will do.
+    Nothing is allocated, and parameters on the meta device will do. Sharded ones count whole: ``adafactor.bill`` has
+    what each process keeps.
 
     Args:
         model_or_params: a module, or what an optimizer takes: parameters, (name, parameter) pairs, or group dicts.
@@ -98,7 +103,7 @@ def estimate(
     >>> print(estimate(conv, factor="matrix"))
     20,484 bytes of state for 9,437,184 bytes of parameters (0.22% of the parameters)
     """
-    cls = _class_of(dialect)
+    cls = class_of(dialect)
     if isinstance(model_or_params, Tensor):
         raise TypeError("model_or_params should be a module or an iterable of parameters, got a single tensor")
     metas: dict[Tensor, Tensor] = {}
@@ -115,19 +120,37 @@ def estimate(
                 continue
             seen.add(p)
             plan = factoring.plan(tuple(p.shape))
-            held = state.tensors(plan, rule, cls.layout, p.dtype)
-            momentum, compensation = (
-                prod(held[name][0]) * held[name][1].itemsize if name in held else 0
-                for name in (cls.layout.momentum, layouts.COMPENSATION)
-            )
+            held = kinds(plan, rule, cls.layout, p.dtype)
             name = group["param_names"][position] if "param_names" in group else checks.label(group, index, position)
-            width = state.arithmetic(p.dtype).itemsize
-            entries.append(Entry(name, plan.shape, plan.kept * width, momentum, compensation, plan.numel * width))
+            width = arithmetic(p.dtype).itemsize
+            statistics = held["R"] + held["C"] + held["V"]
+            entries.append(Entry(name, plan.shape, statistics, held["m"], held["compensation"], plan.numel * width))
             total += p.numel() * p.dtype.itemsize
     return Estimate(tuple(entries), total)
 
 
-def _class_of(dialect: str | type[BaseAdafactor]) -> type[BaseAdafactor]:
+def kinds(plan: Plan, rule: Rule, layout: Layout, dtype: torch.dtype) -> dict[str, int]:
+    """The bytes of each kind of tensor that the state of a parameter, or of a shard of it, holds.
+
+    Args:
+        plan: the parameter's or the shard's.
+        rule: its group's.
+        layout: the dialect's.
+        dtype: of the parameter.
+    """
+    names = {
+        "R": layout.row,
+        "C": layout.col,
+        "V": layout.full,
+        "m": layout.momentum,
+        "compensation": layouts.COMPENSATION,
+    }
+    held = {name: prod(shape) * kept.itemsize for name, (shape, kept) in tensors(plan, rule, layout, dtype).items()}
+    return {kind: held.get(name, 0) for kind, name in names.items()} | {"step": STEP_BYTES}
+
+
+def class_of(dialect: str | type[BaseAdafactor]) -> type[BaseAdafactor]:
+    """The optimizer class of a dialect, see ``estimate``."""
     if isinstance(dialect, type) and issubclass(dialect, BaseAdafactor):
         return dialect
     known = sorted(module.name for module in pkgutil.iter_modules(dialects.__path__))

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 T = TypeVar("T", Tensor, "Tensor | None")
 
 
+class Place(NamedTuple):
+    """Where a process is along one dim of a mesh: the group's name, its place in the group, and the group's size."""
+
+    group: str
+    here: int
+    size: int
+
+
 class Shards(NamedTuple):
     """A tensor that is shared out over processes, and what of it is here.
 
@@ -93,19 +101,33 @@ def find(x: Tensor) -> Shards | None:
         if after is None:
             raise ValueError(f"should be placed by Shard and Replicate, got {x.placements} on {mesh}")
         before.insert(after, i)
-    ranges = [_range(size, [(here[i], mesh.size(i)) for i in dims]) for size, dims in zip(x.shape, order, strict=True)]
-    shape = tuple(stop - start for start, stop in ranges)
-    if shape != tuple(local(x).shape):
+    places = [Place(mesh.get_group(i).group_name, here[i], mesh.size(i)) for i in range(mesh.ndim)]
+    shards = cut(x.shape, order, places)
+    if shards.shape != tuple(local(x).shape):
         raise ValueError(
-            f"should have a local shape of {shape} here, as {x.placements} on {mesh} means it, got "
+            f"should have a local shape of {shards.shape} here, as {x.placements} on {mesh} means it, got "
             f"{tuple(local(x).shape)}"
         )
-    names = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
-    groups = tuple(tuple(names[i] for i in dims if mesh.size(i) > 1) for dims in order)
-    if not any(groups):
-        return None
-    first = frozenset(name for name, place in zip(names, here, strict=True) if place == 0)
-    return Shards(shape, tuple(start for start, _ in ranges), groups, first)
+    return shards if shards.everywhere else None
+
+
+def cut(shape: Sequence[int], order: Sequence[Sequence[int]], places: Sequence[Place]) -> Shards:
+    """How a tensor of a shape is shared out over a mesh.
+
+    Args:
+        shape: the whole tensor's.
+        order: for each of its dims the mesh's dims that cut it, one after the other.
+        places: where a process is along each of the mesh's dims.
+    """
+    ranges = [
+        _range(size, [(places[i].here, places[i].size) for i in dims]) for size, dims in zip(shape, order, strict=True)
+    ]
+    return Shards(
+        tuple(stop - start for start, stop in ranges),
+        tuple(start for start, _ in ranges),
+        tuple(tuple(places[i].group for i in dims if places[i].size > 1) for dims in order),
+        frozenset(place.group for place in places if place.here == 0),
+    )
 
 
 def _range(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:

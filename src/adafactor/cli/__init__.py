@@ -9,11 +9,13 @@ from .arguments import flag
 from .bench import bench
 from .doctor import doctor
 from .errors import OneLineGroup
+from .memory import memory
 from .train import train
 
 app = typer.Typer(cls=OneLineGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(train)
 app.command()(bench)
+app.command()(memory)
 app.command()(doctor)
 
 

@@ -25,12 +25,12 @@ class View(NamedTuple):
 
 
 def size(count: int) -> str:
-    """Write a number of bytes for people: 1023 B, 13.2 kB, 6.8 MB."""
+    """Write a number of bytes for people: 999 B, 13.2 kB, 6.8 MB, 1.2 TB."""
     if count < 1000:
         return f"{count} B"
-    if count < 1000_000:
-        return f"{count / 1000:.1f} kB"
-    return f"{count / 1000_000:.1f} MB"
+    units = ("kB", "MB", "GB", "TB")
+    power = next((i for i in range(1, len(units)) if count < 1000 ** (i + 1)), len(units))
+    return f"{count / 1000**power:.1f} {units[power - 1]}"
 
 
 def status(run: Run) -> str:

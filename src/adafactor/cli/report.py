@@ -18,7 +18,9 @@ SAMPLE_SECONDS = 2.5  # a wide model writes fewer bytes, rather than keep a fini
 
 
 def percent(share: float) -> str:
-    """Write a share for people: 200%, 25%, 1.2%."""
+    """Write a share for people: 200%, 25%, 1.2%, 0.012%."""
+    if share < 0.001:
+        return f"{100 * share:.2g}%"
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
