@@ -692,4 +692,3 @@ def cost(how: str, dialect: str, options: dict[str, Any], dtype: str) -> dict[st
 def kept_of(tensors: Iterable[Any]) -> int:
     """The bytes of what is here of tensors."""
     return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
->>>>>>> 50aefd2e166fff9c0649279ca562b683eb7f5655
