@@ -350,7 +350,7 @@ class Program:
 
     def _clip(self, largest: float) -> Tensor:
         """Clip all gradients together. Returns their norm, 0-d."""
-        found = [part.g2 for part in self.parts if part.g2 is not None]
+        found = [squares for part in self.parts if (squares := part.squares()) is not None]
         if not found:
             return torch.zeros((), device="cpu")
         device = found[0].device

@@ -133,8 +133,8 @@ class Part:
 
         self._p2, self._g2 = vector(key.form.scale), vector(key.form.clips)
         self._bad = vector(key.form.skip, dtype=torch.bool)
-        # Of each member; g2 is the sum of |g|^2, spoilt is whether its gradient is not finite.
-        self.g2 = vector(key.form.clips, len(members))
+        # Of each member; squares is the sum of |g|^2, spoilt is whether its gradient is not finite.
+        self._squares = vector(key.form.clips, len(members))
         self._spoilt = vector(key.form.skip, len(members), torch.bool)
         # Of the last step that was taken.
         self._shown = torch.zeros(len(plans), dtype=key.dtype, device=key.device)
@@ -233,8 +233,8 @@ class Part:
             sweeps.first(batch, self.key.backend)
         if self._spoilt is not None and self._bad is not None:
             self._spoilt.copy_(self._by_member(self._bad))
-        if self.g2 is not None and self._g2 is not None:
-            self.g2.copy_(self._by_member(self._g2))
+        if self._squares is not None and self._g2 is not None:
+            self._squares.copy_(self._by_member(self._g2))
 
     def spoilt(self) -> Tensor:
         """Whether a gradient is not finite, 0-d, once the first sweep is through."""
@@ -246,7 +246,7 @@ class Part:
         spots = self._spots
         assert spots is not None
         live = torch.ones_like(spots.live) if self._absent is None else ~self._absent
-        own = ((spots.live, live), (spots.bad, self._spoilt), (spots.g2, self.g2), (spots.p2, self._p2))
+        own = ((spots.live, live), (spots.bad, self._spoilt), (spots.g2, self._squares), (spots.p2, self._p2))
         for at, found in own:
             if at is not None and found is not None:
                 values[at] = found.to(values.dtype)
@@ -259,9 +259,15 @@ class Part:
             self._absent = values[spots.live] == 0
         if spots.bad is not None and self._spoilt is not None:
             self._spoilt.copy_(values[spots.bad] != 0)
-        for at, found in ((spots.g2, self.g2), (spots.p2, self._p2)):
+        for at, found in ((spots.g2, self._squares), (spots.p2, self._p2)):
             if at is not None and found is not None:
                 found.copy_(values[at])
+
+    def squares(self) -> Tensor | None:
+        """[members] the sums of |g|^2 once the first sweep is through, 0 for those that stay by themselves."""
+        if self._squares is None or self._spoilt is None or self.key.form.skip == "step":
+            return self._squares
+        return torch.where(self._spoilt, 0, self._squares)
 
     def clip(self, factor: Tensor) -> None:
         """Multiply the gradients by a scalar in the sweeps to come."""
