@@ -71,7 +71,10 @@ class Processes:
             if not pipe.poll(timeout):
                 self.stop()
                 raise AssertionError(f"process {rank} hangs" + "".join(failures))
-            well, result = pipe.recv()
+            try:
+                well, result = pipe.recv()
+            except EOFError:
+                well, result = False, "it is gone"
             (results if well else failures).append(result if well else f"\nprocess {rank}: {result}")
         if failures:
             # Some may be in other collectives than the others now.

@@ -692,3 +692,193 @@ def cost(how: str, dialect: str, options: dict[str, Any], dtype: str) -> dict[st
 def kept_of(tensors: Iterable[Any]) -> int:
     """The bytes of what is here of tensors."""
     return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors)
+
+
+# Changes between steps
+
+
+def told_by(function: Callable[[], Any]) -> str:
+    return message(function)
+
+
+def one_alone_changes(how: str) -> tuple[str, str]:
+    """One process has other options, or frees a frozen parameter, after the first step. Then all go on as before."""
+    params, optimizer = simple()
+    give(params, 0)
+    optimizer.step()
+    mine = dist.get_rank() == 1
+    if how == "decay":
+        optimizer.param_groups[0]["weight_decay"] = 0.1 if mine else 0.0
+    else:
+        params[0].requires_grad_(not mine)
+    give(params, 1)
+    first = told_by(optimizer.step)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    params[0].requires_grad_(True)
+    give(params, 2)
+    return first, told_by(optimizer.step)
+
+
+def all_change(refuser: bool) -> tuple[list[str], list[int]]:
+    """A group is added everywhere; in that step one process refuses, or none. Then all go on."""
+    params, optimizer = simple()
+    give(params, 0)
+    optimizer.step()
+    more, _ = simple(((3, 8),))
+    optimizer.add_param_group({"params": more})
+    give([*params, *more], 1)
+    if refuser and dist.get_rank() == 0:
+        optimizer.param_groups[0]["lr"] = -1.0
+    said = [told_by(optimizer.step)]
+    optimizer.param_groups[0]["lr"] = 1e-2
+    give([*params, *more], 2)
+    said.append(told_by(optimizer.step))
+    return said, [int(optimizer.state[p]["step"]) for p in (*params, *more)]
+
+
+def frozen_and_refused() -> list[str]:
+    """Sharded parameters are all frozen, and a whole one is trained: as adapters are, by some."""
+    shards, _ = simple()
+    whole = Parameter(torch.ones(3))
+    for p in shards:
+        p.requires_grad_(False)
+    optimizer = optimizer_of("adafactor")([*shards, whole])
+    said = []
+    for t in range(3):
+        whole.grad = torch.ones(3)
+        optimizer.param_groups[0]["lr"] = -1.0 if t == 1 and dist.get_rank() == 1 else 1e-2
+        said.append(told_by(optimizer.step))
+    # And are trained then.
+    for p in shards:
+        p.requires_grad_(True)
+    give(shards, 0)
+    said.append(told_by(optimizer.step))
+    return said
+
+
+def stale_gradient_of_a_frozen_one() -> list[str]:
+    """One process has not cleared the gradient of a parameter that is frozen on all."""
+    params, optimizer = simple()
+    give(params, 0)
+    optimizer.step()
+    params[0].requires_grad_(False)
+    if dist.get_rank() == 1:
+        params[0].grad = None
+    give(params[1:], 1)
+    return [told_by(optimizer.step), told_by(optimizer.step)]
+
+
+def swapped_meshes() -> float:
+    """Parameters are put in others' places that lie over other processes."""
+    start, grads = random_steps([(8, 6)], 2)
+    meshes = [DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [[0, 2], [1, 3]])]
+    whole = Parameter(start[0].clone())
+    one = optimizer_of("adafactor")([whole])
+    shards = [Parameter(distribute_tensor(start[0].clone(), mesh, [R, S[0]])) for mesh in meshes]
+    many = optimizer_of("adafactor")([shards[0]])
+    for t, [g] in enumerate(grads):
+        if t == 1:
+            # The second has the values of the first, and a fresh state; so has the whole one.
+            shards[1] = Parameter(distribute_tensor(whole.detach().clone(), meshes[1], [R, S[0]]))
+            many.param_groups[0]["params"] = [shards[1]]
+            one = optimizer_of("adafactor")([whole])
+        whole.grad = g.clone()
+        shards[t].grad = distribute_tensor(g.clone(), meshes[t], [R, S[0]])
+        one.step()
+        many.step()
+    return off(whole_of(shards[1]), whole.detach(), whole.detach(), start[0])
+
+
+def in_inference_mode() -> list[str]:
+    """The first step is taken in inference mode, and others are not."""
+    params, optimizer = simple()
+    said = []
+    for mode in (True, False, True):
+        give(params, 0)
+        with torch.inference_mode(mode):
+            said.append(told_by(optimizer.step))
+    return said
+
+
+def refusal_leaves_the_state_of_others(how: str) -> bool:
+    """All processes change the rounding, which drops a compensation, and one refuses that step."""
+    mesh = mesh_of((dist.get_world_size(),))
+    p = Parameter(distribute_tensor(torch.ones(6, 4, dtype=torch.bfloat16), mesh, [S[0]]))
+    optimizer = optimizer_of("adafactor")([p], rounding="kahan")
+    p.grad = distribute_tensor(torch.ones(6, 4, dtype=torch.bfloat16), mesh, [S[0]])
+    optimizer.step()
+    optimizer.param_groups[0]["rounding"] = "nearest"
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = -1.0
+    assert told_by(optimizer.step) != "nothing"
+    return "compensation" in optimizer.state[p]
+
+
+def nothing_is_masked(options: dict[str, Any]) -> list[bool]:
+    """Whether the sweeps of a step in which all is well are told that something may have to stay as it is."""
+    from adafactor import sweeps
+
+    held = []
+    second = sweeps.second
+
+    def watched(batch: Any, backend: Any) -> Any:
+        held.append(batch.hold is not None)
+        return second(batch, backend)
+
+    params, optimizer = simple(**options)
+    sweeps.second = watched
+    try:
+        for t in range(2):
+            give(params, t)
+            optimizer.step()
+    finally:
+        sweeps.second = second
+    return held
+
+
+def where_nobody_reads(how: str) -> tuple[str, list[bool], int]:
+    """As on an accelerator: nobody reads the flags, so that the others go on, and leave the step out."""
+    from adafactor.exchange import Exchange
+
+    kept = Exchange.is_read
+    Exchange.is_read = property(lambda exchange: False)
+    try:
+        params, optimizer = simple()
+        give(params, 0)
+        optimizer.step()
+        give(params, 1)
+        before = states(optimizer)
+        if dist.get_rank() == 1:
+            spoiling(how)(optimizer, params)
+        said = told_by(optimizer.step)
+        same = [torch.equal(a, b) for a, b in zip(before, states(optimizer), strict=True)]
+        optimizer.param_groups[0].update(lr=1e-2, factor="last")
+        give(params, 2)
+        assert told_by(optimizer.step) == "nothing"
+    finally:
+        Exchange.is_read = kept
+    return said, same, int(optimizer.skipped_steps)
+
+
+def state_dicts_alone() -> str:
+    """One process alone asks for the state and the step sizes."""
+    model, optimizer = another(
+        "fsdp", "adafactor.dialects.transformers", {"scale_parameter": False, "lr": 1e-2, "relative_step": False}
+    )
+    advance(model, optimizer, range(1))
+    if dist.get_rank() == 0:
+        optimizer.state_dict()
+        optimizer.step_sizes()
+        return "done"
+    return "not asked"
+
+
+def flat_after_a_load() -> str:
+    """A flat partition in place of parameters whose optimizer has loaded a state."""
+    params = [Parameter(torch.ones(4, 4)), Parameter(torch.ones(4))]
+    optimizer = optimizer_of("adafactor")(params)
+    optimizer.load_state_dict(optimizer.state_dict())
+    flat = Parameter(torch.ones(10))
+    flat.grad = torch.ones(10)
+    optimizer.param_groups[0]["params"] = [flat]
+    return message(optimizer.step)

@@ -24,13 +24,13 @@ def test_a_line_by_hand():
     assert found.state == {"R": 4 * 3, "C": 4 * 4, "V": 4 * 3, "m": 0, "compensation": 0, "step": 4 * 2}
     assert found.kept == 48
     assert found.adamw == 2 * 60 + 4 * 2
-    # The sums of 4 columns; of each whether it has a gradient, and the sum of p^2; 3 flags. Then the sums of u^2.
-    assert found.first == (Message(2, 4 * (4 + 2 * 2 + 3)),)
+    # The sums of 4 columns; of each whether it has a gradient, and the sum of p^2; 4 flags. Then the sums of u^2.
+    assert found.first == (Message(2, 4 * (4 + 2 * 2 + 4)),)
     assert found.second == (Message(2, 4 * 2),)
-    assert found.sent == 44 + 8
+    assert found.sent == 48 + 8
     # The other process's 15 bfloat16 numbers, twice; and the gradients of those.
     assert (found.gathers, found.scatters, found.reduces) == (2 * 30, 30, 0)
-    assert found.share == 52 / 90
+    assert found.share == 56 / 90
 
 
 def test_a_square_by_hand():
@@ -38,8 +38,8 @@ def test_a_square_by_hand():
     found = bill([Weight("a", (8, 6), split=1)], Mesh(8, tensor_parallel=2, replicas=2), communication=torch.float32)
     assert found.parameters == 4 * 12
     assert (found.state["R"], found.state["C"]) == (4 * 4, 4 * 3)
-    # For both groups 2 totals, 3 flags and the tensor's 2 numbers; the sums of columns go down, those of rows across.
-    assert found.first == (Message(2, 4 * (7 + 3)), Message(2, 4 * (7 + 4)))
+    # For both groups 2 totals, 4 flags and the tensor's 2 numbers; the sums of columns go down, those of rows across.
+    assert found.first == (Message(2, 4 * (8 + 3)), Message(2, 4 * (8 + 4)))
     assert found.second == (Message(4, 4),)
     assert (found.gathers, found.scatters, found.reduces) == (2 * 48, 48, 48)
 
@@ -125,12 +125,12 @@ def test_the_models_are_the_published_ones():
 
 
 def test_a_large_model_by_hand():
-    """Llama 2 7B: a number for each column of each matrix, 2 for each tensor, 3 flags; then one for each tensor."""
+    """Llama 2 7B: a number for each column of each matrix, 2 for each tensor, 4 flags; then one for each tensor."""
     found = bill(MODELS["llama-2-7b"].weights, Mesh(64))
     columns = 32 * (6 * 4096 + 11008) + 2 * 4096
     rows = 32 * (5 * 4096 + 2 * 11008) + 2 * 32000
     tensors = 32 * 9 + 3
-    assert found.first == (Message(64, 4 * (columns + 2 * tensors + 3)),)
+    assert found.first == (Message(64, 4 * (columns + 2 * tensors + 4)),)
     assert found.second == (Message(64, 4 * tensors),)
     assert found.kept == 4 * (columns + (rows + 65 * 4096) // 64 + tensors)
     assert found.adamw == 2 * 4 * 6738415616 // 64 + 4 * tensors

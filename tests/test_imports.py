@@ -26,6 +26,7 @@ ORDER = [
     ["state"],
     ["meeting", "parts"],
     ["batching", "saving"],
+    ["program"],
     ["readings"],
     ["optimizer"],
     [

@@ -69,9 +69,9 @@ def test_a_line_is_two_messages_however_many_parameters(backend):
     """One for each parameter would be a thousand in a row; what they hold is the sums of columns and 4 numbers each."""
     for result in POOLS[2].run(sharded.many, 3):
         # Of (6, 4): 4 sums of columns, whether there is a gradient, and the sum of p^2; flags; then the sum of u^2.
-        assert result == [4 * (4 + 3 + 3 * 2 + 3), 4 * 3]
+        assert result == [4 * (4 + 3 + 3 * 2 + 4), 4 * 3]
     for result in POOLS[2].run(sharded.many, 300):
-        assert result == [4 * (100 * (4 + 3 + 3 * 2) + 3), 4 * 300]
+        assert result == [4 * (100 * (4 + 3 + 3 * 2) + 4), 4 * 300]
 
 
 @both
@@ -80,7 +80,7 @@ def test_rows_that_do_not_divide_cost_no_more(backend):
     for shape in ((8, 6), (7, 6), (1001, 6), (1, 6)):
         cases = [sharded.Case(shape, (4,), (sharded.S[0],))]
         for result in POOLS[4].run(sharded.alike, TORCH, ASKED[backend], cases):
-            assert result["sent"][-1] == [4 * (6 + 2 + 3), 4]
+            assert result["sent"][-1] == [4 * (6 + 2 + 4), 4]
 
 
 @both
@@ -224,3 +224,95 @@ def test_a_sharded_step_reads_nothing_back_from_the_device():
     script = Path(__file__).parent / "shards_without_values.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.stdout == "nobody has read anything\n", done.stderr
+
+
+ALONE = "parameters and options of a sharded optimizer should change on all processes at the same step"
+REFUSED = "the step should be refused by no process, got one that has"
+
+
+@pytest.mark.parametrize("how", ["decay", "frozen"])
+def test_one_process_alone_changes_something(how):
+    """It would send what the others do not wait for: a crash in gloo, a hang or mixed numbers elsewhere."""
+    (first, after), (mine, then) = POOLS[2].run(sharded.one_alone_changes, how, timeout=40)
+    assert REFUSED in first
+    assert ALONE in mine
+    assert (after, then) == ("nothing", "nothing")
+
+
+@pytest.mark.parametrize("refuser", [True, False])
+def test_all_processes_add_a_group(refuser):
+    """They make sure once that they mean the same, also where one refuses that very step."""
+    mine, theirs = POOLS[2].run(sharded.all_change, refuser, timeout=40)
+    if refuser:
+        assert "lr should be" in mine[0][0]
+        assert REFUSED in theirs[0][0]
+    for said, steps in (mine, theirs):
+        assert said[1:] == ["nothing"]
+        assert steps == ([2, 2, 1] if refuser else [3, 3, 2])
+
+
+def test_shards_that_are_frozen():
+    """Whole adapters of a sharded model: who refuses a step must not wait for processes that wait for nobody."""
+    mine, theirs = POOLS[2].run(sharded.frozen_and_refused, timeout=40)
+    assert REFUSED in mine[1]
+    assert "lr should be" in theirs[1]
+    for said in (mine, theirs):
+        assert [said[0], *said[2:]] == ["nothing"] * 3
+
+
+def test_a_stale_gradient_of_a_frozen_shard_is_nobodys():
+    """Whether a shard takes part may not depend on what one process has left lying about."""
+    for said in POOLS[2].run(sharded.stale_gradient_of_a_frozen_one, timeout=40):
+        assert said == ["nothing", "nothing"]
+
+
+def test_a_shard_that_is_empty_in_both_dims():
+    """Which group sums go over may not depend on what is here."""
+    cases = [sharded.Case((1, 1), (2, 2), (sharded.S[0], sharded.S[1]))]
+    results = POOLS[4].run(sharded.alike, TORCH, {}, cases, timeout=40)
+    assert max(worst(results)) <= 1
+    assert {len(sent) for result in results for sent in result["sent"][1:]} == {3}
+
+
+def test_parameters_that_are_put_on_another_mesh():
+    """Sums over the processes of the old one would be wrong, in silence."""
+    assert max(POOLS[4].run(sharded.swapped_meshes)) <= 1
+
+
+def test_inference_mode():
+    """What the first step makes has to serve all others."""
+    for said in POOLS[2].run(sharded.in_inference_mode, timeout=40):
+        assert said == ["nothing"] * 3
+
+
+def test_a_refused_step_makes_no_state():
+    """What one process has dropped, and another one not, is two states."""
+    assert POOLS[2].run(sharded.refusal_leaves_the_state_of_others, "lr", timeout=40) == [True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}, {"max_grad_norm": 1.0}], ids=str)
+def test_nothing_is_masked_where_all_is_well(options):
+    """A mask costs plain PyTorch copies of all it may have to keep."""
+    for held in POOLS[2].run(sharded.nothing_is_masked, options):
+        assert held
+        assert not any(held)
+
+
+@pytest.mark.parametrize("how", ["lr", "factor"])
+def test_a_refusal_where_nobody_waits_to_hear_of_it(how):
+    """On accelerators the others go on into the second round: it has to be there, and the step left out."""
+    (mine, same, skipped), (theirs, others, _) = POOLS[2].run(sharded.where_nobody_reads, how, timeout=40)
+    assert mine == "nothing"
+    assert "should be" in theirs
+    assert all(same)
+    assert all(others)
+    assert skipped == 1
+
+
+def test_one_process_may_look_at_the_state_alone():
+    """A log line on the first process must not wait for the others."""
+    assert POOLS[2].run(sharded.state_dicts_alone, timeout=40) == ["done", "not asked"]
+
+
+def test_flat_partitions_are_refused_after_a_load_too():
+    assert "a flat partition (DeepSpeed's ZeRO)" in sharded.flat_after_a_load()

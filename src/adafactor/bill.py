@@ -174,7 +174,8 @@ def bill(
         if shards.everywhere:
             peers.append(Peer(p, shards, plan, rule.form))
     # Of a process group that nothing is sent over only the number of its processes is known.
-    links = {place.group: Link(place.size, "cpu") for place in places}
+    cut = frozenset[str]().union(*(peer.shards.everywhere for peer in peers))
+    links = {place.group: Link(place.size, "cpu") for place in places if place.group in cut}
     joined = {frozenset(_NAMES[_FSDP:]): Link(mesh.fsdp * mesh.tensor_parallel, "cpu")}
     exchanges = meeting.sort(peers, links, joined)
     shard = sends * communication.itemsize

@@ -203,8 +203,8 @@ def gradient(p: Tensor, g: Tensor, group: Mapping[str, Any], index: int, positio
         )
     if not sharding.is_placed_alike(g, p):
         raise ValueError(
-            f"the gradient of {label(group, index, position)} should be placed as it is, {sharding.placement(p)}, got "
-            f"{sharding.placement(g)}: set p.grad = p.grad.redistribute(p.device_mesh, p.placements) before the step"
+            f"the gradient of {label(group, index, position)} should be placed as it is, {sharding.told(p)}, got "
+            f"{sharding.told(g)}: set p.grad = p.grad.redistribute(p.device_mesh, p.placements) before the step"
         )
     if g.is_complex():
         raise ValueError(f"the gradient of {label(group, index, position)} should be real, got {g.dtype}")

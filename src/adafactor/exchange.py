@@ -12,7 +12,7 @@ same. That they do is made sure of in a collective of its own, where anything of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -58,6 +58,11 @@ class Segments:
         return len(self._wanted) - 1
 
     @property
+    def wanted(self) -> set[frozenset[str]]:
+        """The sets of groups that segments are summed over, those of size 0 too: sizes are this process's own."""
+        return {groups for groups, _ in self._wanted if groups}
+
+    @property
     def sets(self) -> list[frozenset[str]]:
         """The sets of groups that segments are summed over; those of one group follow each other if they can."""
         found = {groups for groups, size in self._wanted if groups and size > 0}
@@ -83,7 +88,7 @@ class Segments:
             runs[groups] = slice(start, end)
         self.values = torch.zeros(end, dtype=self._dtype, device=self._device)
         if together is not None:
-            self._route = [(together, [runs[self.sets[0]]])]
+            self._route = [(together, [runs[groups] for groups in self.sets])]
             return
         self._route = []
         for name in self._order:
@@ -155,9 +160,17 @@ class Spots(NamedTuple):
     u2: list[int]
 
 
-FLAGS = ("bad", "overflow", "stop")
+FLAGS = ("bad", "overflow", "stop", "new")
 """What is told beside the tensors' own numbers: whether some gradient is not finite where that calls the whole step
-off, whether a GradScaler has said so, and whether a process has refused the step."""
+off, whether a GradScaler has said so, whether a process refuses the step, and whether one has other parameters or
+options than before."""
+
+
+class Flags(NamedTuple):
+    """What was told, as 0-d masks; None where it is known to be false."""
+
+    bad: Tensor | None
+    overflow: Tensor | None
 
 
 class Exchange:
@@ -168,29 +181,33 @@ class Exchange:
         dtype: of the arithmetic.
         device: where the shards are.
         links: the process groups.
-        joined: process groups that stand for several, made here as they are needed; kept from exchange to exchange.
+        leads: whether the flags of a step are in this one.
+        joined: process groups that stand for several, by name, where they need not be made.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         peers: Mapping[int, Peer],
         dtype: torch.dtype,
         device: torch.device,
         links: Links,
-        joined: dict[frozenset[str], Link],
+        *,
+        leads: bool = True,
+        joined: Mapping[frozenset[str], Link] | None = None,
     ) -> None:
+        # Not as inference tensors, which no later step could write to.
         self.first = Segments(dtype, device, list(links))
         self.second = Segments(dtype, device, list(links))
-        everybody = frozenset[str]().union(*(peer.shards.everywhere for peer in peers.values()))
-        flags = self.first.add(everybody, len(FLAGS))
+        flags = self.first.add(frozenset(links), len(FLAGS)) if leads else None
         asked = [self._ask(peer) for peer in peers.values()]
         for segments in (self.first, self.second):
-            segments.place(links, _together(segments, list(peers.values()), links, joined))
-        self.flags = self.first.values[self.first.starts[flags] :][: len(FLAGS)]
+            segments.place(links, _together(segments, list(peers.values()), links, joined or {}))
+        self._flags = self.first.values[:0] if flags is None else self._view(flags, (len(FLAGS),))
         self.sums: dict[int, Sums] = {}
         self.spots: dict[int, Spots] = {}
         for (number, peer), (sums, numbers, slices) in zip(peers.items(), asked, strict=True):
-            self.sums[number] = Sums(*(self._view(i, shape) for i, shape in sums))
+            self.sums[number] = Sums(*(None if i is None else self._view(i, shape) for i, shape in sums))
             live, bad, g2 = (None if i is None else self.first.starts[i] for i in numbers)
             assert live is not None
             p2, u2 = (
@@ -216,17 +233,56 @@ class Exchange:
         each = shards.over(dims[plan.slices :])
         return sums, numbers, [add(each, count) if form.scale else None, self.second.add(each, count)]
 
-    def _view(self, index: int | None, shape: tuple[int, ...]) -> Tensor | None:
-        if index is None:
-            return None
+    def _view(self, index: int, shape: tuple[int, ...]) -> Tensor:
         start = self.first.starts[index]
         return self.first.values[start : start + prod(shape)].view(shape)
 
-    def withdraw(self) -> None:
-        """Take part in the first round of a step that this process refuses."""
-        self.first.values.zero_()
-        self.flags[FLAGS.index("stop")] = 1
-        self.first.reduce()
+    @property
+    def is_read(self) -> bool:
+        """Whether the host reads the flags; on an accelerator it would wait for them."""
+        return self._flags.device.type == "cpu"
+
+    def tell(self, **marks: Tensor | bool | None) -> None:
+        """Write flags; those that are not given are false."""
+        self._flags.zero_()
+        for name, mark in marks.items():
+            if mark is not None:
+                self._flags[FLAGS.index(name)] = mark
+
+    def hear(self) -> Flags:
+        """The flags of all processes.
+
+        Raises:
+            RuntimeError: one of them refuses the step, and the flags are read.
+        """
+        if not self.is_read:
+            bad, *others = (self._flags != 0).unbind()
+            return Flags(bad, torch.stack(others).any())
+        bad, overflow, stop, new = (self._flags != 0).unbind()
+        if stop or new:
+            raise refused()
+        return Flags(bad if bad else None, overflow if overflow else None)
+
+    def count(self, flag: str) -> int:
+        """How many processes have told a flag. Waits for the device."""
+        return round(float(self._flags[FLAGS.index(flag)]))
+
+
+def abstain(exchanges: Sequence[Exchange], flag: str) -> None:
+    """Take part in the first round with nothing but a flag."""
+    for exchange in exchanges:
+        exchange.first.values.zero_()
+    exchanges[0].tell(**{flag: True})
+    for exchange in exchanges:
+        exchange.first.reduce()
+
+
+def leave(exchanges: Sequence[Exchange]) -> None:
+    """Take part in what the others go on with, after the first round, where they have not read that one abstains."""
+    if not exchanges[0].is_read:
+        for exchange in exchanges:
+            exchange.second.values.zero_()
+            exchange.second.reduce()
 
 
 def _slices(peer: Peer) -> int:
@@ -234,38 +290,45 @@ def _slices(peer: Peer) -> int:
 
 
 def _together(
-    segments: Segments, peers: Sequence[Peer], links: Links, joined: dict[frozenset[str], Link]
+    segments: Segments, peers: Sequence[Peer], links: Links, joined: Mapping[frozenset[str], Link]
 ) -> Link | None:
     """The one group that all segments are summed over, where they are all summed over the same several."""
-    if len(segments.sets) != 1 or len(segments.sets[0]) == 1:
+    wanted = segments.wanted
+    if len(wanted) != 1 or len(min(wanted)) == 1:
         return None
-    [names] = segments.sets
-    if names not in joined:
-        p = next(peer.p for peer in peers if names == peer.shards.everywhere)
-        ranks = sharding.ranks(p, names)
-        group = dist.group.WORLD
-        if len(ranks) != dist.get_world_size():
-            group = dist.new_group(ranks, use_local_synchronization=True)
-        joined[names] = Link(group, links[min(names)].device)
-    return joined[names]
+    [names] = wanted
+    p = next((peer.p for peer in peers if names <= peer.shards.everywhere), None)
+    if names in joined or p is None:
+        return joined.get(names)
+    return Link(_joined(tuple(sharding.ranks(p, names)), dist.group.WORLD), links[min(names)].device)
 
 
-def find_links(params: Sequence[Tensor]) -> Links:
-    """The process groups that parameters are shared out over, in the order in which they come."""
-    return {name: Link(*link) for name, link in sharding.process_groups(params).items()}
+@lru_cache(maxsize=64)
+def _joined(ranks: tuple[int, ...], world: Any) -> Any:
+    """A process group of so many processes, made once. All of them call it at once."""
+    if len(ranks) == dist.get_world_size():
+        return world
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def find_links(params: Sequence[Tensor], *, replicas: bool = False) -> Links:
+    """The process groups that parameters are shared out over, in the order in which they come; and replicated over."""
+    return {name: Link(*link) for name, link in sharding.process_groups(params, replicas=replicas).items()}
 
 
 def agree(links: Links, facts: Any, *, stop: bool = False) -> None:
     """Make sure that all processes have the same facts. They all have to call it.
 
     Args:
-        links: the process groups.
+        links: the process groups, of replicas too.
         facts: what has to be the same, as text can show it.
         stop: whether this process refuses the step; facts are not looked at then.
 
     Raises:
         RuntimeError: they have not, or one of them refuses.
     """
+    from hashlib import sha256  # takes longer to import than all of this module
+
     digest = int.from_bytes(sha256(repr(facts).encode()).digest()[:7], "big")
     mine = [-1, -(1 << 60), 1] if stop else [digest, -digest, 0]
     told = torch.tensor(mine, dtype=torch.int64, device="cpu")

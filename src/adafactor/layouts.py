@@ -170,18 +170,18 @@ def read(found: Layout, own: Layout, entry: Any, plan: Plan, label: str) -> dict
     return state
 
 
-def write(layout: Layout, state: Mapping[str, Any], rms: Callable[[], float]) -> dict[str, Any]:
+def write(layout: Layout, state: Mapping[str, Any], rms: Callable[[], float | None]) -> dict[str, Any]:
     """One parameter's state as its layout saves it. Tensors are the state's own.
 
     Args:
         layout: the layout that the state is in.
         state: the state.
-        rms: gives rms(p) at the last step, where the layout saves it.
+        rms: gives rms(p) at the last step, where the layout saves it; what is not known is saved as 0.
     """
     if not layout.int_step or "step" not in state:
         return dict(state)
     step = int(state["step"])
-    return {**state, "step": step, "RMS": rms() if step else 0.0}
+    return {**state, "step": step, "RMS": (rms() if step else None) or 0.0}
 
 
 def _check_structure(state_dict: Any) -> None:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from . import backends, batching, checks, saving, sharding, state
 from .meeting import Meeting
+from .program import Program, Scaling
 from .readings import Readings, is_zero, zero
 from .rounding import ROUNDINGS
 from .rule import Rule
@@ -24,7 +25,7 @@ class Ready(NamedTuple):
     rules: list[Rule]
     settings: list[batching.Setting]
     found: batching.Found
-    program: batching.Program
+    program: Program
     columns: tuple[Columns, list[Tensor]]
 
 
@@ -69,7 +70,7 @@ class BaseAdafactor(Readings):
             self._skipped = zero()
         self._shown = {id(group): group["lr"] for group in self.param_groups}
         self._factored = {}
-        self._shapes = {}
+        self._shapes = {id(group): _shapes(group["params"]) for group in self.param_groups}
         self._program = None
         self._bad = {}
         if not hasattr(self, "_meeting"):
@@ -108,7 +109,7 @@ class BaseAdafactor(Readings):
         self.param_groups[index] = param_group
         # Under an id that may have been another group's.
         self._factored[id(param_group)] = self.factoring(param_group)
-        self._shapes[id(param_group)] = [None if is_lazy(p) else tuple(p.shape) for p in group["params"]]
+        self._shapes[id(param_group)] = _shapes(group["params"])
         self._show_lr(param_group, rule)
         self._make_state(param_group)
 
@@ -136,24 +137,24 @@ class BaseAdafactor(Readings):
         """Make what is missing of the state of parameters that will have gradients, before the first step or a save."""
         # lr has no part in it, and may be bad for now.
         rule = self.rule({**group, "lr": 0.0})
-        knows = self._knows_steps(rule)
+        knows = self._knows_steps(rule, group)
         for p in group["params"]:
             if p.requires_grad and not p.is_meta and not is_lazy(p):
                 plan = self._plan(p, group)
                 if self._steps_of(p) == 0 or state.fits(self.state[p], plan, self.layout):
                     state.ensure(self.state[p], p, plan, rule, self.layout, _counts(p, knows))
 
-    def _knows_steps(self, rule: Rule) -> bool:
-        """Whether the host knows which steps are taken.
+    def _knows_steps(self, rule: Rule, group: Mapping[str, Any]) -> bool:
+        """Whether the host knows which steps of a group are taken.
 
-        It does not with skip_nonfinite, or where another process may call a step of everything off.
+        On accelerators it does not with skip_nonfinite, or where another process that has parts of a parameter may
+        call a step of everything off.
         """
-        return rule.skip is None and not self._is_shared
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether other processes have parts of a parameter."""
-        return any(sharding.is_shared(p) for group in self.param_groups for p in group["params"])
+        if all(p.device.type == "cpu" for p in group["params"]):
+            return True
+        return rule.skip is None and not any(
+            sharding.is_shared(p) for each in self.param_groups for p in each["params"]
+        )
 
     def _forget_swapped(self) -> None:
         """Let go of tensors that are in no group any more: of state without steps, and of what is derived."""
@@ -193,16 +194,13 @@ class BaseAdafactor(Readings):
                 loss = closure()
 
         rules, settings, found, program, columns = self._agree()
-        self._warn_of_lr(rules)
-        if not found.params:
-            self._warn_of_no_gradient()
         stayed, self._norm = program.step(columns, found.absent, rules, self._scaling())
         if stayed is not None and not stayed.is_meta:
             self._count_skipped(stayed)
 
         for group, rule in zip(self.param_groups, rules, strict=True):
             # Where the host does not count the steps, it would wait for who does.
-            if rule.relative and (all(p.device.type == "cpu" for p in group["params"]) or self._knows_steps(rule)):
+            if rule.relative and self._knows_steps(rule, group):
                 self._show_lr(group, rule)
         if program is not self._program:
             self._program = program
@@ -232,25 +230,30 @@ class BaseAdafactor(Readings):
                 )
                 for group, rule in zip(self.param_groups, rules, strict=True)
             ]
-            found = batching.find(self.param_groups, self.state)
+            self._warn_of_lr(rules)
             program = self._program
+            are_whole = program is not None and program.are_whole
+            found = batching.find(self.param_groups, self.state, are_whole=are_whole)
+            if not found.params:
+                self._warn_of_no_gradient()
             columns = None if program is None else program.columns(found, settings)
             if program is not None and columns is not None:
                 _refuse_capture(program.devices)
                 return Ready(rules, settings, found, program, columns)
             self._program = None
+            found = batching.find(self.param_groups, self.state)
             self._propose(params, settings)
             unready = self._check(rules, settings)
             _refuse_capture({p.device for p in found.params})
-            for p, plan, rule, counts in unready:
-                state.ensure(self.state[p], p, plan, rule, self.layout, counts)
         except Exception:
             self._meeting.withdraw(params)
             raise
         exchanges = self._meeting.agree()
         try:
+            for p, plan, rule, counts in unready:
+                state.ensure(self.state[p], p, plan, rule, self.layout, counts)
             found = batching.find(self.param_groups, self.state)
-            program = batching.Program(found, self.param_groups, settings, self.layout, exchanges)
+            program = Program(found, self.param_groups, settings, self.layout, exchanges)
             return Ready(rules, settings, found, program, program.gather(found))
         except Exception:
             self._meeting.withdraw(params)
@@ -268,12 +271,12 @@ class BaseAdafactor(Readings):
     def _count_skipped(self, stayed: Tensor) -> None:
         self._skipped = self._skipped.to(stayed.device, non_blocking=True).add_(stayed)
 
-    def _scaling(self) -> batching.Scaling:
+    def _scaling(self) -> Scaling:
         """What a GradScaler has set for this step."""
         scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         # Rounded as torch's unscale_ rounds it.
         unscale = None if scale is None else scale.double().reciprocal().float()
-        return batching.Scaling(unscale, inf if isinstance(inf, Tensor) else None)
+        return Scaling(unscale, inf if isinstance(inf, Tensor) else None)
 
     def _check_norms(self, rules: Sequence[Rule]) -> None:
         largest = {rule.max_grad_norm for rule in rules}
@@ -300,7 +303,7 @@ class BaseAdafactor(Readings):
         unready: list[tuple[Tensor, Plan, Rule, torch.device]] = []
         for index, (group, rule, setting) in enumerate(zip(self.param_groups, rules, settings, strict=True)):
             before = self._factored.get(id(group), setting.factoring)
-            knows = self._knows_steps(rule)
+            knows = self._knows_steps(rule, group)
             for position, p in enumerate(group["params"]):
                 if not batching.takes_part(p):
                     continue
@@ -407,6 +410,10 @@ class BaseAdafactor(Readings):
             self._show_lr(group, self.rule(group))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _shapes(params: Iterable[Tensor]) -> list[tuple[int, ...] | None]:
+    return [None if is_lazy(p) else tuple(p.shape) for p in params]
 
 
 def _counts(p: Tensor, knows: bool) -> torch.device:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import exchange, sweeps
-from .exchange import Exchange
+from . import sweeps
+from .exchange import Exchange, Spots
 from .rounding import put
 from .rule import Form, Numbers, Rule, numbers
 from .shapes import Plan
@@ -76,7 +76,7 @@ def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one | other
 
 
-class Spots(NamedTuple):
+class Indices(NamedTuple):
     """Where a part's numbers are in the vectors of an exchange, as indices on its device; None is nowhere.
 
     One of live, bad and g2 for each member, one of p2 and u2 for each of its slices that is here.
@@ -139,9 +139,9 @@ class Part:
         # Of the last step that was taken.
         self._shown = torch.zeros(len(plans), dtype=key.dtype, device=key.device)
         self._waves = [(wave, self._batch(wave)) for wave in waves(sizes, key.backend.WAVE)]
-        self._spots = None
+        self._indices = None
         if shared is not None:
-            self._spots = self._find_spots([shared.spots[m.number] for m in members if m.number is not None])
+            self._indices = self._find_indices([shared.spots[m.number] for m in members if m.number is not None])
         # Whether all waves take the first sweep before any goes on: those of a stack share a parameter.
         by_itself = key.form.skip == "parameter"
         self.looks_ahead = bool(
@@ -175,11 +175,11 @@ class Part:
             frugal=self.exchange is not None,
         )
 
-    def _find_spots(self, found: Sequence[exchange.Spots]) -> Spots:
+    def _find_indices(self, found: Sequence[Spots]) -> Indices:
         def index(columns: Sequence[int | None]) -> Tensor:
             return torch.tensor(columns, dtype=torch.int64, device="cpu").to(self.key.device, non_blocking=True)
 
-        return Spots(
+        return Indices(
             index([each.live for each in found]),
             index([each.bad for each in found]) if self.key.form.skip else None,
             index([each.g2 for each in found]) if self.key.form.clips else None,
@@ -202,7 +202,7 @@ class Part:
             steps: the step counts of all parameters found.
             rules: of all groups.
             unscale: what gradients are multiplied by first.
-            absent: which of all parameters found have no gradient here; zeros stand in for it.
+            absent: which of all parameters found have no gradient here, zeros stand in for it; empty where all have.
         """
         dtype, device = self.key.dtype, self.key.device
         self._steps = [steps[i] for i in self._places]
@@ -243,23 +243,23 @@ class Part:
 
     def tell(self, values: Tensor) -> None:
         """Write what the first sweep has found to the vector of an exchange."""
-        spots = self._spots
-        assert spots is not None
-        live = torch.ones_like(spots.live) if self._absent is None else ~self._absent
-        own = ((spots.live, live), (spots.bad, self._spoilt), (spots.g2, self._squares), (spots.p2, self._p2))
+        where = self._indices
+        assert where is not None
+        live = torch.ones_like(where.live) if self._absent is None else ~self._absent
+        own = ((where.live, live), (where.bad, self._spoilt), (where.g2, self._squares), (where.p2, self._p2))
         for at, found in own:
             if at is not None and found is not None:
                 values[at] = found.to(values.dtype)
 
     def hear(self, values: Tensor) -> None:
         """Take what all processes have found from the vector of an exchange."""
-        spots = self._spots
-        assert spots is not None
+        where = self._indices
+        assert where is not None
         if self._absent is not None:
-            self._absent = values[spots.live] == 0
-        if spots.bad is not None and self._spoilt is not None:
-            self._spoilt.copy_(values[spots.bad] != 0)
-        for at, found in ((spots.g2, self._squares), (spots.p2, self._p2)):
+            self._absent = values[where.live] == 0
+        if where.bad is not None and self._spoilt is not None:
+            self._spoilt.copy_(values[where.bad] != 0)
+        for at, found in ((where.g2, self._squares), (where.p2, self._p2)):
             if at is not None and found is not None:
                 found.copy_(values[at])
 
@@ -292,16 +292,16 @@ class Part:
     def second(self) -> None:
         """The second sweep, of all waves; what it has found goes to the vector of the exchange."""
         assert self.exchange is not None
-        assert self._spots is not None
+        assert self._indices is not None
         found = [sweeps.second(batch, self.key.backend) for _, batch in self._waves]
         if found:
-            self.exchange.second.values[self._spots.u2] = torch.cat(found)
+            self.exchange.second.values[self._indices.u2] = torch.cat(found)
 
     def third(self) -> None:
         """The third sweep, of all waves."""
         assert self.exchange is not None
-        assert self._spots is not None
-        u2 = self.exchange.second.values[self._spots.u2]
+        assert self._indices is not None
+        u2 = self.exchange.second.values[self._indices.u2]
         for wave, batch in self._waves:
             sweeps.third(batch, self.key.backend, u2[wave])
 

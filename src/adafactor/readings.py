@@ -12,6 +12,7 @@ from torch import Tensor
 from . import backends, batching, checks, sharding, state
 from .layouts import Layout
 from .parts import Measured
+from .program import Program
 from .reference import is_finite, norm
 from .rule import Rule
 from .shapes import MODES, Factoring, Plan
@@ -31,7 +32,7 @@ class Readings(torch.optim.Optimizer):
         self._bad: dict[Tensor, Tensor] = {}
         self._skipped = zero()
         # Of the last step, None before the first.
-        self._program: batching.Program | None = None
+        self._program: Program | None = None
         super().__init__(params, defaults)
 
     @staticmethod
@@ -56,8 +57,8 @@ class Readings(torch.optim.Optimizer):
     def step_sizes(self) -> list[float | None]:
         """The step size alpha of each group's first parameter that has stepped: rho, times its scale at the last step.
 
-        None for a group that has not stepped yet. rho is that of the group's present options. Reads the scale from the
-        device, so it may wait for an accelerator.
+        None for a group that has not stepped yet, or whose shards have not since they were loaded. rho is that of the
+        group's present options. Reads the scale from the device, so it may wait for an accelerator.
         """
         sizes: list[float | None] = []
         for group in self.param_groups:
@@ -67,16 +68,19 @@ class Readings(torch.optim.Optimizer):
                 continue
             rule = self.rule(group)
             rho = 0.0 if is_zero(rule.lr) else rule.step_size(self._steps_of(p))
-            sizes.append(rho * max(self._rms_of(p), rule.eps2) if rule.scale else rho)
+            rms = self._rms_of(p) if rule.scale else 0.0
+            sizes.append(None if rms is None else rho * max(rms, rule.eps2) if rule.scale else rho)
         return sizes
 
-    def _rms_of(self, p: Tensor) -> float:
-        """rms(p) at the last step; without one, of p now: then all that share p have to call it."""
+    def _rms_of(self, p: Tensor) -> float | None:
+        """rms(p) at the last step; where none has measured it, of p as it is; None where only a part of p is here."""
         if p in self._rms:
             known = self._rms[p]
             return known if isinstance(known, float) else known.rms
-        squares = norm(sharding.local(p.detach()).to(state.arithmetic(p.dtype))).square()
-        return math.sqrt(float(sharding.total(squares, p)) / max(p.numel(), 1))
+        if sharding.is_shared(p):
+            return None
+        whole = sharding.local(p.detach()).to(state.arithmetic(p.dtype))
+        return float(norm(whole)) / math.sqrt(max(p.numel(), 1))
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -49,14 +49,14 @@ class Loaded(NamedTuple):
 
 
 def to_save(
-    groups: Sequence[Group], states: Mapping[Any, State], layout: Layout, rms_of: Callable[[Tensor], float]
+    groups: Sequence[Group], states: Mapping[Any, State], layout: Layout, rms_of: Callable[[Tensor], float | None]
 ) -> dict[str, Any]:
     """A state dict. The state of tensors that are in no group stays out.
 
     Args:
         groups, states: the optimizer's.
         layout: its layout.
-        rms_of: gives rms(p) at the last step, where the layout saves it.
+        rms_of: gives rms(p) at the last step, where the layout saves it; None where it is not known.
     """
     ids: dict[Tensor, int] = {}
     saved_groups = []

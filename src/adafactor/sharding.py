@@ -160,7 +160,7 @@ def describe(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), str(x.placements), tuple(x.device_mesh.shape), x.device_mesh.device_type
 
 
-def placement(x: Tensor) -> str:
+def told(x: Tensor) -> str:
     """How a tensor is placed, in words."""
     return f"{_typed(x).placements} on {_typed(x).device_mesh}" if is_distributed(x) else "whole"
 
@@ -197,12 +197,6 @@ def placements(p: Tensor, dims: Sequence[int | None]) -> tuple[Placement, ...]:
         else:
             found.append(type(placement)(dims.index(dim)))  # type: ignore[call-arg]
     return tuple(found)
-
-
-def local_shape(p: Tensor, dims: Sequence[int | None]) -> tuple[int, ...]:
-    """The shape here of a statistic of p, see ``placements``."""
-    here = local(p).shape
-    return tuple(1 if i is None else here[i] for i in dims)
 
 
 def like(p: Tensor, here: Tensor, dims: Sequence[int | None]) -> Tensor:
@@ -250,17 +244,19 @@ def _typed(x: Tensor) -> DTensor:
     return found
 
 
-def process_groups(params: Sequence[Tensor]) -> dict[str, tuple[Any, str]]:
+def process_groups(params: Sequence[Tensor], *, replicas: bool = False) -> dict[str, tuple[Any, str]]:
     """The process groups that tensors are shared out over, and the type of their devices; in the order they come in.
 
-    Tensors that are placed in ways not known here count too.
+    Args:
+        params: the tensors. Those that are placed in ways not known here count too.
+        replicas: whether the groups that shards are replicated over count as well.
     """
     found: dict[str, tuple[Any, str]] = {}
     for p in params:
-        if is_distributed(p):
+        if is_shared(p):
             mesh = _typed(p).device_mesh
             for i, placement in enumerate(_typed(p).placements):
-                if hasattr(placement, "dim") and mesh.size(i) > 1 and mesh.get_coordinate() is not None:
+                if mesh.size(i) > 1 and mesh.get_coordinate() is not None and (replicas or hasattr(placement, "dim")):
                     group = mesh.get_group(i)
                     found.setdefault(group.group_name, (group, mesh.device_type))
     return found
@@ -273,13 +269,3 @@ def ranks(p: Tensor, names: frozenset[str]) -> list[int]:
     assert here is not None
     free = [slice(None) if mesh.get_group(i).group_name in names else here[i] for i in range(mesh.ndim)]
     return sorted(mesh.mesh[tuple(free)].flatten().tolist())
-
-
-def total(x: Tensor, p: Tensor) -> Tensor:
-    """The sum of a number over all processes that have parts of p. They all have to call it."""
-    import torch.distributed as dist
-
-    for group, device in process_groups([p]).values():
-        x = x.to(device)
-        dist.all_reduce(x, group=group)
-    return x
