@@ -95,8 +95,7 @@ def alike(
     options: dict[str, Any],
     cases: Sequence[Case],
     dtype: str = "float32",
-    steps: int = 6,
-    grad_dtype: str | None = None,
+    steps: int = 4,
 ) -> dict[str, Any]:
     """Steps of sharded parameters beside those of whole ones: how far they are off, and what each step has sent."""
     low = getattr(torch, dtype)
@@ -113,8 +112,6 @@ def alike(
         for p, q, g, case in zip(whole, shards, step, cases, strict=True):
             p.grad = g.to(low)
             q.grad = distribute_tensor(g.to(low), mesh_of(case.mesh), case.placements)
-            if grad_dtype is not None:
-                p.grad_dtype = q.grad_dtype = getattr(torch, grad_dtype)
         one.step()
         with collectives() as bytes_:
             many.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -94,7 +94,9 @@ def find(groups: Sequence[Mapping[str, Any]], states: Mapping[Tensor, State], *,
 
 def takes_part(p: Tensor) -> bool:
     """Whether a step is for a parameter: it has a gradient, or is shared out, where another process may have one."""
-    return p.requires_grad if sharding.is_shared(p) else p.grad is not None
+    if p.requires_grad:
+        return p.grad is not None or sharding.is_shared(p)
+    return p.grad is not None and not sharding.is_shared(p)
 
 
 def _has_gradient(p: Tensor) -> bool:
@@ -185,34 +187,41 @@ def sharing(params: Sequence[Tensor]) -> set[int]:
 
 
 # Strides, dtype and bytes say what the shape of a dense tensor is, for less.
-_own, _look = attrgetter("dtype", "nbytes"), attrgetter("dtype", "device", "nbytes")
+_dtype, _device, _bytes = map(attrgetter, ("dtype", "device", "nbytes"))
 
 
-def facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> tuple[Any, ...] | None:
-    """All that a step relies on, and that a user may change between two steps; None where tensors have no addresses.
+def facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> Iterator[Iterable[Any]]:
+    """All that a step relies on, and that a user may change between two steps.
 
-    Parameters and state are looked at less closely than gradients, which are new ones at every step.
+    Parameters and state are looked at less closely than gradients, which are new ones at every step. In columns, each
+    to be looked at and let go of before the next: Python's garbage collector goes over all objects that are held at once.
+
+    Raises:
+        TypeError, RuntimeError: tensors have no addresses.
     """
     state = (columns.R, columns.C, columns.V, columns.m, columns.comp, steps)
     held = [x for column in state for x in column if x is not None]
-    kept = [*found.p, *held]
+    yield found.counts, len(held), found.labels, found.placements, backends.kernel.modes()
+    yield map(id, found.params)
+    yield map(id, held)
+    yield map(Tensor.data_ptr, found.p)
+    yield map(Tensor.data_ptr, held)
+    yield map(_bytes, held)
+    yield map(_dtype, found.p)
+    yield map(_bytes, found.p)
+    yield map(Tensor.stride, found.p)
+    yield map(type, found.grads)
+    yield map(_dtype, found.grads)
+    yield map(_device, found.grads)
+    yield map(_bytes, found.grads)
+    yield map(Tensor.stride, found.grads)
+    yield map(Tensor.is_neg, found.grads)
+    yield map(backends.kernel.is_zerotensor, found.grads)
+
+
+def known(found: Found, columns: Columns, steps: Sequence[Tensor]) -> list[list[Any]] | None:
+    """The facts to compare later ones with; None where tensors have no addresses."""
     try:
-        return (
-            found.counts,
-            found.labels,
-            found.placements,
-            list(map(id, found.params)),
-            list(map(id, held)),
-            list(map(Tensor.data_ptr, kept)),
-            [x.nbytes for x in held],
-            list(map(_own, found.p)),
-            list(map(Tensor.stride, found.p)),
-            list(map(type, found.grads)),
-            list(map(_look, found.grads)),
-            list(map(Tensor.stride, found.grads)),
-            list(map(Tensor.is_neg, found.grads)),
-            list(map(backends.kernel.is_zerotensor, found.grads)),
-            backends.kernel.modes(),
-        )
+        return list(map(list, facts(found, columns, steps)))
     except (TypeError, RuntimeError):
         return None

@@ -186,7 +186,8 @@ class BaseAdafactor(Readings):
         Raises:
             ValueError: a group's option is out of range, a parameter has changed its shape, or a gradient has another.
             RuntimeError: a gradient is sparse, a CUDA graph is being captured, a tensor does not suit fused=True, or
-                another process has refused the step. A refused step touches nothing, on any process.
+                another process that has shards of the same parameters has refused the step. A refused step touches
+                nothing, on any of them.
         """
         loss = None
         if closure is not None:

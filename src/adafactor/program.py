@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, sharding
-from .batching import Found, Setting, counters, facts, here, is_drawn, sharing
+from .batching import Found, Setting, counters, facts, here, is_drawn, known, sharing
 from .exchange import Exchange, Flags, Sums, abstain, leave
 from .layouts import COMPENSATION, Layout
 from .parts import Key, Measured, Member, Part, moved
@@ -100,7 +100,8 @@ class Program:
         self._sums = [list(column) for column in zip(*sums, strict=True)] or [[], [], []]
         self._wrapped = [p for p in found.params if sharding.is_distributed(p)]
         columns, steps = self.gather(found)
-        self._facts = None if torch.compiler.is_compiling() else facts(found, columns, steps)
+        self._counts = found.counts
+        self._facts = None if torch.compiler.is_compiling() else known(found, columns, steps)
 
         shared = sharing(found.p)
         members: dict[Key, list[Member]] = {}
@@ -129,13 +130,14 @@ class Program:
 
     def columns(self, found: Found, settings: Sequence[Setting]) -> tuple[Columns, list[Tensor]] | None:
         """The columns and the step counts of what is found now; None where it is not as it was."""
-        if self._facts is None or found.counts != self._facts[0] or self._settings != settings:
+        if self._facts is None or found.counts != self._counts or self._settings != settings:
             return None
         try:
             columns = self.gather(found)
-        except (KeyError, TypeError):
+            is_known = all(list(now) == before for now, before in zip(facts(found, *columns), self._facts, strict=True))
+        except (KeyError, TypeError, RuntimeError):
             return None
-        return columns if facts(found, *columns) == self._facts else None
+        return columns if is_known else None
 
     @property
     def are_whole(self) -> bool:

@@ -86,7 +86,7 @@ class Readings(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients of the last step together, before they were clipped: 0-d, where they are.
 
-        None without max_grad_norm, and before the first step. The same on all processes where parameters are sharded.
+        None without max_grad_norm, and before the first step. Of shards, it is that of the whole gradients.
         """
         return self._norm
 

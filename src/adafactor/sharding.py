@@ -68,11 +68,12 @@ def is_shared(p: Tensor) -> bool:
 
 def local(x: T) -> T:
     """The tensor that is here: a DTensor's local one, else the tensor itself."""
-    if x is None or not hasattr(x, "device_mesh"):
-        return x
     # to_local() makes a new tensor at each call.
-    here: Any = x._local_tensor  # type: ignore[attr-defined]
-    found: T = here.wait() if hasattr(here, "wait") else here
+    here: Any = getattr(x, "_local_tensor", None)
+    if here is None:
+        return x
+    # What a collective is still to bring has a type of its own.
+    found: T = here if type(here) is Tensor or not hasattr(here, "wait") else here.wait()
     return found
 
 
