@@ -194,7 +194,7 @@ def facts(found: Found, columns: Columns, steps: Sequence[Tensor]) -> Iterator[I
     """All that a step relies on, and that a user may change between two steps.
 
     Parameters and state are looked at less closely than gradients, which are new ones at every step. In columns, each
-    to be looked at and let go of before the next: Python's garbage collector goes over all objects that are held at once.
+    to be looked at and let go of before the next: Python's garbage collector goes over all that are held at once.
 
     Raises:
         TypeError, RuntimeError: tensors have no addresses.
