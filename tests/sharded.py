@@ -363,9 +363,9 @@ def one_is_not_finite(skip: bool | str) -> tuple[list[bool], int, list[str]]:
     return stayed, int(optimizer.skipped_steps), optimizer.nonfinite_parameters()
 
 
-def different_options() -> str:
-    """One process factors other dims."""
-    params, optimizer = simple(((6, 4, 5),), factor="largest" if dist.get_rank() == 1 else "last")
+def different_options(options: Sequence[dict[str, Any]]) -> str:
+    """Each process has options of its own."""
+    params, optimizer = simple(((6, 4, 5),), **options[dist.get_rank()])
     give(params, 0)
     try:
         optimizer.step()

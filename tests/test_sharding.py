@@ -172,9 +172,12 @@ def test_what_is_not_finite_on_one_process_is_skipped_on_all(skip, stayed):
         assert found == (stayed, 1, ["parameter 0 of group 0"])
 
 
-def test_processes_that_mean_different_things():
+@pytest.mark.parametrize(
+    "options", [({"factor": "largest"}, {}), ({"lr": 0.1}, {"lr": 0.2}), ({"d": 2.0}, {}), ({"weight_decay": 0.1}, {})]
+)
+def test_processes_that_mean_different_things(options):
     """Their messages would not fit each other: an error, or wrong numbers, or none of them comes back."""
-    for told in POOLS[2].run(sharded.different_options, timeout=40):
+    for told in POOLS[2].run(sharded.different_options, options, timeout=40):
         assert "the same shapes, placements, order and options on all processes" in told
 
 

@@ -6,6 +6,7 @@ A process that refuses a step still takes part in what the others wait for, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from . import sharding
 from .exchange import Exchange, Link, Links, Peer, abstain, agree, find_links, leave, refused
-from .rule import Form
+from .rule import Form, Rule
 from .shapes import Plan
 from .state import arithmetic
 
@@ -28,12 +29,15 @@ class Proposal(NamedTuple):
         links: the process groups that parameters are shared out over.
         everyone: those, and the ones that shards are replicated over.
         facts: what has to be the same on all processes.
+        rules: of all groups, which have to be the same too. They change from step to step, so that it is only where
+            something else is new that this is made sure of.
     """
 
     peers: list[Peer]
     links: Links
     everyone: Links
     facts: tuple[Any, ...]
+    rules: Sequence[Rule]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -68,12 +72,15 @@ class Meeting:
         # Groups of another one are gone.
         self._world: Any = None
 
-    def propose(self, params: Sequence[Tensor], found: Sequence[tuple[Tensor, int, Plan, Form]]) -> None:
+    def propose(
+        self, params: Sequence[Tensor], found: Sequence[tuple[Tensor, int, Plan, Form]], rules: Sequence[Rule]
+    ) -> None:
         """Look at what this process would exchange; nothing is sent.
 
         Args:
             params: all parameters of the optimizer.
             found: those that a step is for, with the number of its group, its plan and its form.
+            rules: of all groups.
         """
         peers, facts = [], []
         for p, group, plan, form in found:
@@ -82,7 +89,9 @@ class Meeting:
                 peers.append(Peer(p, shards, plan.shard(shards.shape, speaks=True), form))
                 facts.append((sharding.describe(p), p.dtype, p.device.type, group, plan, form))
         links, everyone = find_links(params), find_links(params, replicas=True)
-        self._proposal = Proposal(peers, links, everyone, tuple(facts))
+        # Values on a device would be waited for.
+        rules = [replace(rule, lr=0.0) if isinstance(rule.lr, Tensor) else rule for rule in rules]
+        self._proposal = Proposal(peers, links, everyone, tuple(facts), rules)
 
     def agree(self) -> Sequence[Exchange]:
         """What is exchanged as proposed, once all processes have proposed the same. They all have to call it.
@@ -97,7 +106,7 @@ class Meeting:
         if self._is_standing():
             self._announce()
         if proposal.everyone:
-            agree(proposal.everyone, proposal.facts)
+            agree(proposal.everyone, (proposal.facts, proposal.rules))
             self._world = dist.group.WORLD
         self.exchanges, self._key = sort(proposal.peers, proposal.links), proposal.key
         self._links = proposal.links

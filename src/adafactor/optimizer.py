@@ -243,7 +243,7 @@ class BaseAdafactor(Readings):
                 return Ready(rules, settings, found, program, columns)
             self._program = None
             found = batching.find(self.param_groups, self.state)
-            self._propose(params, settings)
+            self._propose(params, rules, settings)
             unready = self._check(rules, settings)
             _refuse_capture({p.device for p in found.params})
         except Exception:
@@ -287,7 +287,7 @@ class BaseAdafactor(Readings):
                 f"{', '.join(str(rule.max_grad_norm) for rule in rules)}"
             )
 
-    def _propose(self, params: Sequence[Tensor], settings: Sequence[batching.Setting]) -> None:
+    def _propose(self, params: Sequence[Tensor], rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> None:
         """Refuse parameters that no step can be taken for, and propose what to exchange of the others."""
         found = []
         for index, (group, setting) in enumerate(zip(self.param_groups, settings, strict=True)):
@@ -295,7 +295,7 @@ class BaseAdafactor(Readings):
                 if batching.takes_part(p):
                     checks.parameter(p, group, index, position)
                     found.append((p, index, self._plan(p, group), setting.form))
-        self._meeting.propose(params, found)
+        self._meeting.propose(params, found, rules)
 
     def _check(
         self, rules: Sequence[Rule], settings: Sequence[batching.Setting]

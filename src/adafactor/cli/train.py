@@ -197,7 +197,10 @@ def work(run: Run, folder: Path, stop: StopSignals, *, quiet: bool) -> None:
     if quiet or run.finished or not run.world.is_first:
         view = progress.nothing()
     else:
-        say(f"training on {run.text}")
+        count = run.world.arrangement.processes
+        shared = f", shared by {count} process{'es' if count > 1 else ''}" if run.world.is_sharded else ""
+        start = f" from step {run.step} on" if run.step else ""
+        say(f"training{start} on {run.text}{shared}")
         view = progress.bar(run, console) if console.is_terminal else progress.lines(run)
     with view as shown:
         stop.announce = shown.stopping

@@ -121,6 +121,8 @@ def try_out(
     try:
         optimizer.step()
     except Exception as error:  # any: the step is known to work, so it is the options that break it
+        if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+            raise InputError(f"optimizer {name} takes no step of shards with these options: {error}") from error
         raise _refusal(name, error) from error
 
 

@@ -33,6 +33,7 @@ class Parallel(World):
     """
 
     checkpoint_name = checkpoint.FOLDER
+    is_sharded = True
 
     def __init__(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement

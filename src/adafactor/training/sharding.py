@@ -1,5 +1,6 @@
 """How the model is split between processes: by blocks (FSDP2), by heads and perceptrons (tensor parallelism)."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def shard(model: Transformer, data: DeviceMesh, tensor: DeviceMesh, *, fsdp: boo
     if tensor.size() > 1:
         parallelize_module(model, tensor, PLAN)
     if fsdp:
+        # Of the logits under tensor parallelism: nobody changes them in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients of bfloat16 are added up in float32
         for block in model.blocks:
             fully_shard(block, mesh=data, mp_policy=policy)

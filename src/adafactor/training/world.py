@@ -21,11 +21,12 @@ class World:
     """One process: nothing to split, to add up or to agree on. `parallel.Parallel` overrides all of it.
 
     Every method is called by all processes of a job at the same point of the run. `checkpoint_name`: of the checkpoint
-    in a run's folder.
+    in a run's folder. `is_sharded`: whether the model is split, if only over this process.
     """
 
     arrangement = Arrangement()
     is_first = True
+    is_sharded = False
     checkpoint_name = checkpoint.NAME
 
     def __enter__(self) -> "World":
