@@ -69,8 +69,10 @@ class Processes:
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(timeout):
-                self.stop()
-                raise AssertionError(f"process {rank} hangs" + "".join(failures))
+                failures.append(f"\nprocess {rank} hangs")
+                # One that waits for it has nothing more to say.
+                timeout = 0
+                continue
             try:
                 well, result = pipe.recv()
             except EOFError:

@@ -254,6 +254,26 @@ def copy_whole(target: Any, source: Tensor) -> None:
         sharding.local(target).copy_(source)
 
 
+def without_elements(options: dict[str, Any]) -> list[float]:
+    """Shards of parameters that have no elements at all, beside others."""
+    shapes = [(0, 4), (8, 6), (1, 0, 3), (0,), (7,)]
+    params, optimizer = simple(shapes, **options)
+    whole = [Parameter(x) for x in random_steps(shapes, 1)[0]]
+    start = [p.detach().clone() for p in whole]
+    other = optimizer_of("adafactor")(whole, **options)
+    for t in range(3):
+        give(params, t)
+        for p, q in zip(params, whole, strict=True):
+            q.grad = whole_of(p.grad) if p.numel() else torch.zeros(p.shape)
+        optimizer.step()
+        other.step()
+    return [
+        off(whole_of(p), q.detach(), q.detach(), x)
+        for p, q, x in zip(params, whole, start, strict=True)
+        if q.numel() > 0
+    ]
+
+
 def replicas(dtype: str, options: dict[str, Any]) -> list[Tensor]:
     """What is here of an HSDP model after 20 steps."""
     model = split(Model().to(getattr(torch, dtype)), "hsdp")

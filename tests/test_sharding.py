@@ -173,7 +173,7 @@ def test_what_is_not_finite_on_one_process_is_skipped_on_all(skip, stayed):
 
 
 @pytest.mark.parametrize(
-    "options", [({"factor": "largest"}, {}), ({"lr": 0.1}, {"lr": 0.2}), ({"d": 2.0}, {}), ({"weight_decay": 0.1}, {})]
+    "options", [({"factor": "largest"}, {}), ({"lr": 0.1}, {"lr": 0.2}), ({"d": 2.0}, {}), ({"seed": 1}, {})]
 )
 def test_processes_that_mean_different_things(options):
     """Their messages would not fit each other: an error, or wrong numbers, or none of them comes back."""
@@ -319,3 +319,12 @@ def test_one_process_may_look_at_the_state_alone():
 
 def test_flat_partitions_are_refused_after_a_load_too():
     assert "a flat partition (DeepSpeed's ZeRO)" in sharded.flat_after_a_load()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": False}, {"skip_nonfinite": "parameter", "max_grad_norm": 1.0}], ids=str
+)
+def test_parameters_without_elements(options):
+    """An empty head, or a vocabulary of 0 in a test: whole ones are stepped too."""
+    for offs in POOLS[2].run(sharded.without_elements, options, timeout=40):
+        assert max(offs) <= 1

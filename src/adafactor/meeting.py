@@ -29,15 +29,15 @@ class Proposal(NamedTuple):
         links: the process groups that parameters are shared out over.
         everyone: those, and the ones that shards are replicated over.
         facts: what has to be the same on all processes.
-        rules: of all groups, which have to be the same too. They change from step to step, so that it is only where
-            something else is new that this is made sure of.
+        rules: of all groups, with their seeds, which have to be the same too. They change from step to step, so that it
+            is only where something else is new that this is made sure of.
     """
 
     peers: list[Peer]
     links: Links
     everyone: Links
     facts: tuple[Any, ...]
-    rules: Sequence[Rule]
+    rules: Sequence[tuple[Rule, int]]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -73,14 +73,17 @@ class Meeting:
         self._world: Any = None
 
     def propose(
-        self, params: Sequence[Tensor], found: Sequence[tuple[Tensor, int, Plan, Form]], rules: Sequence[Rule]
+        self,
+        params: Sequence[Tensor],
+        found: Sequence[tuple[Tensor, int, Plan, Form]],
+        rules: Sequence[tuple[Rule, int]],
     ) -> None:
         """Look at what this process would exchange; nothing is sent.
 
         Args:
             params: all parameters of the optimizer.
             found: those that a step is for, with the number of its group, its plan and its form.
-            rules: of all groups.
+            rules: of all groups, with their seeds.
         """
         peers, facts = [], []
         for p, group, plan, form in found:
@@ -90,7 +93,7 @@ class Meeting:
                 facts.append((sharding.describe(p), p.dtype, p.device.type, group, plan, form))
         links, everyone = find_links(params), find_links(params, replicas=True)
         # Values on a device would be waited for.
-        rules = [replace(rule, lr=0.0) if isinstance(rule.lr, Tensor) else rule for rule in rules]
+        rules = [(replace(rule, lr=0.0) if isinstance(rule.lr, Tensor) else rule, seed) for rule, seed in rules]
         self._proposal = Proposal(peers, links, everyone, tuple(facts), rules)
 
     def agree(self) -> Sequence[Exchange]:

@@ -295,7 +295,8 @@ class BaseAdafactor(Readings):
                 if batching.takes_part(p):
                     checks.parameter(p, group, index, position)
                     found.append((p, index, self._plan(p, group), setting.form))
-        self._meeting.propose(params, found, rules)
+        seeds = [setting.seed for setting in settings]
+        self._meeting.propose(params, found, list(zip(rules, seeds, strict=True)))
 
     def _check(
         self, rules: Sequence[Rule], settings: Sequence[batching.Setting]

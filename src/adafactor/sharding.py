@@ -59,8 +59,8 @@ def is_distributed(x: Tensor) -> bool:
 
 
 def is_shared(p: Tensor) -> bool:
-    """Whether other processes have parts of a tensor that are not here."""
-    if not is_distributed(p):
+    """Whether other processes have parts of a tensor that are not here. Of one without elements nobody has any."""
+    if not is_distributed(p) or p.numel() == 0:
         return False
     mesh = _typed(p).device_mesh
     return any(mesh.size(i) > 1 and not each.is_replicate() for i, each in enumerate(_typed(p).placements))
@@ -78,7 +78,7 @@ def local(x: T) -> T:
 
 
 def find(x: Tensor) -> Shards | None:
-    """How a tensor is shared out; None where all of it is here.
+    """How a tensor is shared out; None where all of it is here, and of one without elements.
 
     Raises:
         ValueError: in a way that is not known here; the message goes on from the tensor's name.
@@ -109,7 +109,7 @@ def find(x: Tensor) -> Shards | None:
             f"should have a local shape of {shards.shape} here, as {x.placements} on {mesh} means it, got "
             f"{tuple(local(x).shape)}"
         )
-    return shards if shards.everywhere else None
+    return shards if shards.everywhere and x.numel() > 0 else None
 
 
 def cut(shape: Sequence[int], order: Sequence[Sequence[int]], places: Sequence[Place]) -> Shards:
