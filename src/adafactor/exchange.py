@@ -88,7 +88,8 @@ class Segments:
             runs[groups] = slice(start, end)
         self.values = torch.zeros(end, dtype=self._dtype, device=self._device)
         if together is not None:
-            self._route = [(together, [runs[groups] for groups in self.sets])]
+            # Of stacks there may be no slice here, nor on any other process of the group.
+            self._route = [(together, [runs[groups] for groups in self.sets])] if self.sets else []
             return
         self._route = []
         for name in self._order:
