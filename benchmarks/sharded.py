@@ -1,6 +1,6 @@
 """The host's time of a step of sharded parameters (FSDP2): ours and AdamW's side by side, and what is sent.
 
-    python benchmarks/sharded.py                  # a quarter of an hour; needs 8 GB of memory
+    python benchmarks/sharded.py                  # ten minutes; needs 8 GB of memory
     python benchmarks/sharded.py --processes 4
     python benchmarks/sharded.py --small          # half of it, without the larger models
 
@@ -34,7 +34,7 @@ MODELS = {"small": [(3, 64), (30, 64), (300, 64)], "large": [(3, 512), (30, 512)
 """Layers and width. In the small ones a step is the host's work for each parameter, in the large ones memory's."""
 
 ALONE = f"{timing.OURS}, shards as plain parameters"
-SECONDS, FEWEST, MOST = 30, 20, 200
+SECONDS, FEWEST, MOST = 8, 20, 200
 """For all rounds of a model together, and how many rounds there are at least and at most."""
 
 HEADER = ("processes", "layers", "width", "parameters", "optimizer", "ms", "times ours")
