@@ -103,12 +103,11 @@ class Part:
         self.exchange = shared
         self._places = [member.place for member in members]
         # An empty tensor counts its steps and has nothing to compute.
-        full = [i for i, member in enumerate(members) if member.plan.whole.numel > 0]
         blank = [None] * (len(Item._fields) - 1)
         items = [Item(member.plan, *blank) for member in members]  # type: ignore[arg-type]
-        slices = [[each.plan for each in stacked(item)] if i in set(full) else [] for i, item in enumerate(items)]
-        # Of a stack there may be no slice here.
-        full = [i for i in full if slices[i]]
+        slices = [[each.plan for each in stacked(item)] if item.plan.whole.numel > 0 else [] for item in items]
+        # Of a stack that is shared out there may be no slice here.
+        full = [i for i, some in enumerate(slices) if some]
         self._plans = [members[i].plan for i in full]
         self._full = [members[i].place for i in full]
         self._is_stacked = any(plan.slices for plan in self._plans)
