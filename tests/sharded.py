@@ -714,10 +714,6 @@ def kept_of(tensors: Iterable[Any]) -> int:
 # Changes between steps
 
 
-def told_by(function: Callable[[], Any]) -> str:
-    return message(function)
-
-
 def one_alone_changes(how: str) -> tuple[str, str]:
     """One process has other options, or frees a frozen parameter, after the first step. Then all go on as before."""
     params, optimizer = simple()
@@ -729,11 +725,11 @@ def one_alone_changes(how: str) -> tuple[str, str]:
     else:
         params[0].requires_grad_(not mine)
     give(params, 1)
-    first = told_by(optimizer.step)
+    first = message(optimizer.step)
     optimizer.param_groups[0]["weight_decay"] = 0.0
     params[0].requires_grad_(True)
     give(params, 2)
-    return first, told_by(optimizer.step)
+    return first, message(optimizer.step)
 
 
 def all_change(refuser: bool) -> tuple[list[str], list[int]]:
@@ -746,10 +742,10 @@ def all_change(refuser: bool) -> tuple[list[str], list[int]]:
     give([*params, *more], 1)
     if refuser and dist.get_rank() == 0:
         optimizer.param_groups[0]["lr"] = -1.0
-    said = [told_by(optimizer.step)]
+    said = [message(optimizer.step)]
     optimizer.param_groups[0]["lr"] = 1e-2
     give([*params, *more], 2)
-    said.append(told_by(optimizer.step))
+    said.append(message(optimizer.step))
     return said, [int(optimizer.state[p]["step"]) for p in (*params, *more)]
 
 
@@ -764,12 +760,12 @@ def frozen_and_refused() -> list[str]:
     for t in range(3):
         whole.grad = torch.ones(3)
         optimizer.param_groups[0]["lr"] = -1.0 if t == 1 and dist.get_rank() == 1 else 1e-2
-        said.append(told_by(optimizer.step))
+        said.append(message(optimizer.step))
     # And are trained then.
     for p in shards:
         p.requires_grad_(True)
     give(shards, 0)
-    said.append(told_by(optimizer.step))
+    said.append(message(optimizer.step))
     return said
 
 
@@ -782,7 +778,7 @@ def stale_gradient_of_a_frozen_one() -> list[str]:
     if dist.get_rank() == 1:
         params[0].grad = None
     give(params[1:], 1)
-    return [told_by(optimizer.step), told_by(optimizer.step)]
+    return [message(optimizer.step), message(optimizer.step)]
 
 
 def swapped_meshes() -> float:
@@ -813,7 +809,7 @@ def in_inference_mode() -> list[str]:
     for mode in (True, False, True):
         give(params, 0)
         with torch.inference_mode(mode):
-            said.append(told_by(optimizer.step))
+            said.append(message(optimizer.step))
     return said
 
 
@@ -827,7 +823,7 @@ def refusal_leaves_the_state_of_others(how: str) -> bool:
     optimizer.param_groups[0]["rounding"] = "nearest"
     if dist.get_rank() == 1:
         optimizer.param_groups[0]["lr"] = -1.0
-    assert told_by(optimizer.step) != "nothing"
+    assert message(optimizer.step) != "nothing"
     return "compensation" in optimizer.state[p]
 
 
@@ -867,11 +863,11 @@ def where_nobody_reads(how: str) -> tuple[str, list[bool], int]:
         before = states(optimizer)
         if dist.get_rank() == 1:
             spoiling(how)(optimizer, params)
-        said = told_by(optimizer.step)
+        said = message(optimizer.step)
         same = [torch.equal(a, b) for a, b in zip(before, states(optimizer), strict=True)]
         optimizer.param_groups[0].update(lr=1e-2, factor="last")
         give(params, 2)
-        assert told_by(optimizer.step) == "nothing"
+        assert message(optimizer.step) == "nothing"
     finally:
         Exchange.is_read = kept
     return said, same, int(optimizer.skipped_steps)

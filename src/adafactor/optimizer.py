@@ -144,6 +144,10 @@ class BaseAdafactor(Readings):
                 if self._steps_of(p) == 0 or state.fits(self.state[p], plan, self.layout):
                     state.ensure(self.state[p], p, plan, rule, self.layout, _counts(p, knows))
 
+    @property
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _knows_steps(self, rule: Rule, group: Mapping[str, Any]) -> bool:
         """Whether the host knows which steps of a group are taken.
 
@@ -221,7 +225,6 @@ class BaseAdafactor(Readings):
 
         Where this process refuses it, those that share its parameters are told, so that they do not wait for it.
         """
-        params = [p for group in self.param_groups for p in group["params"]]
         try:
             rules = [self._check_group(group) for group in self.param_groups]
             self._check_norms(rules)
@@ -243,11 +246,11 @@ class BaseAdafactor(Readings):
                 return Ready(rules, settings, found, program, columns)
             self._program = None
             found = batching.find(self.param_groups, self.state)
-            self._propose(params, rules, settings)
+            self._propose(rules, settings)
             unready = self._check(rules, settings)
             _refuse_capture({p.device for p in found.params})
         except Exception:
-            self._meeting.withdraw(params)
+            self._meeting.withdraw(self._params)
             raise
         exchanges = self._meeting.agree()
         try:
@@ -257,7 +260,7 @@ class BaseAdafactor(Readings):
             program = Program(found, self.param_groups, settings, self.layout, exchanges)
             return Ready(rules, settings, found, program, program.gather(found))
         except Exception:
-            self._meeting.withdraw(params)
+            self._meeting.withdraw(self._params)
             raise
 
     @property
@@ -287,7 +290,7 @@ class BaseAdafactor(Readings):
                 f"{', '.join(str(rule.max_grad_norm) for rule in rules)}"
             )
 
-    def _propose(self, params: Sequence[Tensor], rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> None:
+    def _propose(self, rules: Sequence[Rule], settings: Sequence[batching.Setting]) -> None:
         """Refuse parameters that no step can be taken for, and propose what to exchange of the others."""
         found = []
         for index, (group, setting) in enumerate(zip(self.param_groups, settings, strict=True)):
@@ -296,7 +299,7 @@ class BaseAdafactor(Readings):
                     checks.parameter(p, group, index, position)
                     found.append((p, index, self._plan(p, group), setting.form))
         seeds = [setting.seed for setting in settings]
-        self._meeting.propose(params, found, list(zip(rules, seeds, strict=True)))
+        self._meeting.propose(self._params, found, list(zip(rules, seeds, strict=True)))
 
     def _check(
         self, rules: Sequence[Rule], settings: Sequence[batching.Setting]
